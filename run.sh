@@ -12,6 +12,8 @@ Set everything up once (in .venv, without root), then train over a hostfile or r
   ./run.sh test [pytest options]        run the quick tests: no root, no cluster, about 2 minutes;
                                         the first time, also install pytest and what else they need
   ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
+  ./run.sh check                        run every check but the tests: format, lint, types, imports, pages
+  ./run.sh write                        write what programs write: formatted code, pages, charts, refusals
   ./run.sh setup                        only set up (for the other hosts of a cluster)
 
   MPIDDP_PYTHON=/path/to/python         use this Python, with its torch and numpy as they are
@@ -67,7 +69,7 @@ look() {
   python=${base:-python3}
   now=("$root" "$base" "$mpirun" "$(cat "$root/constraints.txt" "$root/pyproject.toml" | cksum)" "$(cksum <"$root/setup.py")")
   now+=("${was[5]:-}")
-  [[ $verb != test ]] || now[5]=${now[3]}
+  [[ $verb != @(test|write) ]] || now[5]=${now[3]}
 }
 
 is_set_up() {
@@ -213,7 +215,7 @@ set_up() {
     say "$venv was made for $(purpose "${was[@]}"), but $(purpose "${now[@]}") is requested; removing and rebuilding it"
     rm -rf "$venv"
     was=()
-    [[ $verb == test ]] || now[5]=''
+    [[ $verb == @(test|write) ]] || now[5]=''
   fi
   mkdir -p "$venv"
   : >"$log"
@@ -262,6 +264,16 @@ case ${1:-} in
   setup)
     echo "run.sh: the environment is ready: source $venv/bin/activate"
     exit 0
+    ;;
+  check)
+    exec "$root/.ci/lint"
+    ;;
+  write)
+    cd "$root"
+    install --quiet --group lint
+    "$venv/bin/ruff" format .
+    "$venv/bin/python" -m docs
+    exec "$venv/bin/python" -m tests.refusals.test_refusals --update
     ;;
   test)
     shift

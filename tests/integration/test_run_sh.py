@@ -217,7 +217,8 @@ def test_a_machine_without_a_gpu_gets_the_torch_for_cpus(tmp_path, indexes, kind
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of all files that a training needs, in a folder with a space, not set up yet."""
     root = copy(tmp_path_factory.mktemp("run_sh") / "a tree")
-    shutil.copy(ROOT / "README.md", root)
+    for name in ("README.md", "LICENSE"):
+        shutil.copy(ROOT / name, root)
     for name in ("mpiddp", "hostfiles"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     return root

@@ -5,11 +5,14 @@ containers are in .frameworks/ (1.2 GB). Nothing of it needs root.
 
 python -m tests.support.installs             # lists what is installed
 python -m tests.support.installs resolve     # installs nothing; fails if pip cannot resolve the frameworks
+python -m tests.support.installs stale       # lists the stale pins of constraints.txt
 python -m tests.support.installs mpis        # installs the MPIs
 python -m tests.support.installs all
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +113,23 @@ def _install_frameworks() -> None:
             )
 
 
+def _stale() -> list[str]:
+    """The pins for which pip finds another major or minor version. Newer patches alone make no pin stale."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "list", "--outdated", "--format=json"]
+    found = json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
+    return [
+        f"constraints.txt: {row['name']}=={row['version']} is stale: {row['latest_version']} is out."
+        for row in found
+        if re.search(rf"(?im)^{re.sub('[-_.]', '[-_.]', row['name'])}==", pins)
+        and row["version"].split(".")[:2] != row["latest_version"].split(".")[:2]
+    ]
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["stale"]:
+        print("\n".join(_stale()) or "No pin of constraints.txt is stale.")
+        sys.exit()
     if sys.argv[1:] == ["resolve"]:
         _pip_install_frameworks("--dry-run")
         sys.exit()

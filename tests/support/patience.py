@@ -1,7 +1,8 @@
 """Waits in the tests, and the limits of promised times.
 
-Only a test that hangs reaches PATIENCE_S, even on a slow machine. A promised number of seconds is for an idle
-machine with two cores; `within` allows more where programs take longer.
+Only a test that fails reaches its limit: EVENT_S for a wait for an event, PATIENCE_S for a whole command. A
+promised number of seconds is for an idle machine with two cores. On a slower one, events and promises have
+more time, in proportion, but at most MOST times as much.
 """
 
 import subprocess
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-PATIENCE_S = 600.0
+import pytest
+
+EVENT_S, PATIENCE_S = 120.0, 600.0
+MOST = 3.0
 PROGRAM = (sys.executable, "-c", "import argparse, json, socket")
 STARTS, IDLE_S = 5, 0.15  # the program's starts, and their seconds on the idle machine
 T = TypeVar("T")
@@ -21,12 +25,14 @@ def eventually(condition: Callable[[], T], *, poll_s: float = 0.05) -> T:
     """Wait until the condition is true, and return its value.
 
     Raises:
-        TimeoutError: it is not true after PATIENCE_S.
+        TimeoutError: it is not true after EVENT_S, or after as much more as this machine is slower.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    began, limit_s, is_measured = time.monotonic(), EVENT_S, False
     while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"still waiting after {PATIENCE_S:.0f} s")
+        if time.monotonic() > began + limit_s:
+            if is_measured:
+                raise TimeoutError(f"still waiting after {limit_s:.0f} s")
+            limit_s, is_measured = EVENT_S * min(slowness(), MOST), True
         time.sleep(poll_s)
     return value
 
@@ -43,7 +49,8 @@ def slowness() -> float:
 def within(seconds: float) -> Iterator[None]:
     """A block that takes at most so many seconds on the idle machine.
 
-    The slowness is measured before the block and after it, because other tests begin and end meanwhile.
+    The slowness is measured before the block and after it, because other tests begin and end meanwhile. On
+    a machine that is more than MOST times as slow, a time says nothing, so a test that takes longer skips.
     """
     factor = slowness()
     since = time.monotonic()
@@ -51,4 +58,9 @@ def within(seconds: float) -> Iterator[None]:
     taken = time.monotonic() - since
     if taken > seconds * factor:
         factor = max(factor, slowness())
-    assert taken <= seconds * factor, f"{taken:.1f} s, but {seconds} s × {factor:.1f} are promised"
+    limit_s = seconds * min(factor, MOST)
+    if taken > limit_s and factor > MOST:
+        pytest.skip(
+            f"{taken:.1f} s, not {seconds} s, on a machine that is {factor:.1f} times as slow"
+        )
+    assert taken <= limit_s, f"{taken:.1f} s, but {seconds} s × {factor:.1f} are promised"
