@@ -19,8 +19,9 @@ _HEAD = """\
 
 <!-- Written by `python -m docs.command_line` from the parsers of the verbs. Change the help there. -->
 
-This page has every option of every command. `mpiddp COMMAND --help` prints the same with examples;
-`launch` and `train` print the most used options with `--help`, and every one with `--help-all`.
+This page has every option of mpiddp's own; [those of other launchers](migration.md) that it takes are not
+here. `mpiddp COMMAND --help` prints the same with examples; `launch` and `train` print the most used options
+with `--help`, and every one with `--help-all`.
 
 Options of `mpiddp launch` come before the script, because what follows the script belongs to it. An option's
 name may be written with underscores (`--max_restarts`), and a time as `30s`, `10m` or `1h`.

@@ -17,8 +17,9 @@ _HEAD = """\
 
 <!-- Written by `python -m docs.guarantees` from the docstrings of the tests. Change them there. -->
 
-Each sentence of this table is the docstring of a test, which checks it with real processes, and with real ssh
-where the sentence speaks of hosts. For example, to run `start: test_message_passing`:
+Each sentence of this table is the docstring of a test. Tests of a start, a stop or a failure use
+`mpiddp launch`, a real MPI and real ssh. Tests of checkpoints use real ranks, most of them without a
+launcher. For example, to run `start: test_message_passing`:
 
 ```sh
 ./run.sh test all -n 0 tests/promises/test_start.py -k test_message_passing

@@ -39,8 +39,9 @@ _PAGE = """\
 
 ## Exit codes
 
-`mpiddp launch`, `mpiddp train` and `./run.sh` return these codes. `mpiddp wait` returns the code of its
-job, and `mpiddp run` under a plain mpirun the code of the script.
+`mpiddp launch` and `mpiddp train` return these codes. `mpiddp wait` returns the code of its job,
+`mpiddp run` under a plain mpirun the code of the script, and `./run.sh` the code of the training, or 2 if
+its set-up fails.
 
 {codes}
 
@@ -82,6 +83,10 @@ You may set these variables:
 
 {settable}
 
+Without `mpiddp launch`, as for `mpiddp run` under mpirun or for `mpiddp.init()`, these stand for options:
+
+{by_hand}
+
 mpiddp sets these for a script, which may read them:
 
 {readable}
@@ -110,16 +115,16 @@ mpiddp has not started has only `stop_signal` and `no_dns`.
 """
 
 # Variables that stand for an option, whose help explains them, and those that do not.
-_OF_OPTIONS = {
+_OF_OPTIONS = {"MPIDDP_TIMEOUT": "--timeout", "MPIDDP_LOG_RANKS": "--log-ranks"}
+_BY_HAND = {
     "MPIDDP_INTERFACE": "--interface",
-    "MPIDDP_TIMEOUT": "--timeout",
-    "MPIDDP_LOG_RANKS": "--log-ranks",
     "MPIDDP_LOG_DIR": "--log-dir",
-}
+}  # launch reads no variable
 _SETTABLE = {
     "MPIDDP_LOG_TO": "`--log-to`: the libraries, with blanks between them: `tensorboard wandb:my-project`",
     "MPIDDP_DATA": "`--data-dir` of `mpiddp train`: the folder of the data",
-    "MPIDDP_PREFIX": "whether [the rank stands in front of lines](launch.md#what-the-ranks-print)",
+    "MPIDDP_PREFIX": "whether [the rank stands in front of lines](launch.md#what-the-ranks-print): always, "
+    "never, or auto, which is by default: if several ranks print",
     "MPIDDP_NO_PATCHES": "[patches](#patches) to leave out, or `all`",
     "MPIDDP_PYTHON": "the Python for the environment that `run.sh` makes",
     "MPIDDP_MPIRUN": "the mpirun that `run.sh` is to use",
@@ -145,7 +150,8 @@ def text() -> str:
         others="\n\n".join(
             f"{does}:\n\n{_block(document)}" for does, document in _others().items()
         ),
-        settable=_table("variable | holds", {**_helps(), **_SETTABLE}),
+        settable=_table("variable | holds", {**_helps(_OF_OPTIONS), **_SETTABLE}),
+        by_hand=_table("variable | holds", _helps(_BY_HAND)),
         readable=_table("variable | holds", _READABLE),
         schedulers=_schedulers(),
         kept="\n".join(f"- {why}: {_listed(names)}." for why, names in _kept().items()),
@@ -262,11 +268,11 @@ def _kept() -> dict[str, list[str]]:
     }
 
 
-def _helps() -> dict[str, str]:
+def _helps(options: Mapping[str, str]) -> dict[str, str]:
     """The help of the option of each variable."""
     actions = option_parser()._actions
     helps = {flag: str(action.help) for action in actions for flag in action.option_strings}
-    return {name: f"`{flag}`: {helps[flag]}" for name, flag in _OF_OPTIONS.items()}
+    return {name: f"`{flag}`: {helps[flag]}" for name, flag in options.items()}
 
 
 def _names() -> set[str]:
@@ -276,7 +282,7 @@ def _names() -> set[str]:
 
 
 def _public() -> set[str]:
-    return {*_OF_OPTIONS, *_SETTABLE, *_READABLE}
+    return {*_OF_OPTIONS, *_BY_HAND, *_SETTABLE, *_READABLE}
 
 
 def expanded(pattern: str) -> list[str]:

@@ -22,7 +22,7 @@ from mpiddp.text import escaped
 DONE = 0  # every rank ended with exit code 0
 FAILED = 1  # a rank, a host, a disk or the network failed: read the error line
 BAD_INPUT = 2  # an option, a file or a host cannot be used: do what the line says
-STOPPED = 75  # all ranks saved and left after `should_stop`: run the command on the last line
+STOPPED = 75  # all ranks saved and left after `should_stop`: run the command after `to resume`
 INTERRUPTED = 130  # a second Ctrl-C, a script without `should_stop`, or one slower than `--grace`
 
 # The errors of a wrong path or command. A machine causes all others, for example its disk.

@@ -170,7 +170,8 @@ class Checkpoints:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
 
         Every rank must call this after every step. It is true at a stop too: call it before
-        `mpiddp.should_stop()`. All ranks get the same answer. A call takes microseconds.
+        `mpiddp.should_stop()`. All ranks get the same answer. A call takes microseconds, but if `every` is a
+        time, a few calls wait until all ranks have made theirs.
 
         Args:
             step: the step that has just ended. It grows by one from call to call.

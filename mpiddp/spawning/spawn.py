@@ -71,7 +71,7 @@ def spawn(
     Within the function `mpiddp.init`, `mpiddp.Checkpoints` and the others work as in a script. Ctrl-C, or
     the interruption of a cell, stops the job, and a second one kills it; no process is left behind.
 
-    A function of a module is imported by each rank. cloudpickle, which `pip install 'mpiddp[spawn]'` brings,
+    A function of a module is imported by each rank. cloudpickle, which `./run.sh setup` brings,
     pickles all arguments, lambdas, and functions of `__main__` or a notebook. Your own modules travel as
     source, as their files are now; installed packages must be on every host.
 

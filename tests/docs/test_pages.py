@@ -142,7 +142,7 @@ def test_every_chapter_of_the_promises_runs_on_a_pull_request():
 
 TIMES = [  # of the program, in sentences of the pages
     ("hangs", "have waited in a collective for {:.0f} s", hangs.WAIT_S),
-    ("hangs", "no rank makes a step for {:.0f} min", hangs.QUIET_S / 60),
+    ("hangs", "for {:.0f} min no rank makes a step", hangs.QUIET_S / 60),
     ("hangs", "If that goes on for {:.0f} s", events.CHRONIC * pace.WINDOW_S),
     ("hangs", "A rank is reported from {:.0f} %", 100 * stragglers._LEAST_SHARE),
     ("hangs", "It is {:.0f} min if mpiddp forms", COLLECTIVE_TIMEOUT_S / 60),

@@ -85,7 +85,7 @@ def flip_a_bit(file: Path, at: float = 0.5) -> None:
     ],
 )  # fmt: skip
 def test_training_resumes_bit_for_bit(here, ranks, options):
-    """`mpiddp train`, stopped and resumed, ends with the same bits as one that never stopped."""
+    """`mpiddp train` that resumes from any checkpoint ends with the same bits as an uninterrupted run."""
     train = (*two_epochs(here), *options.split(), *SAVE_ALL)
     whole = here.folder / "whole"
     here.train(*train, f"--out={whole}", ranks=ranks).assert_ok()

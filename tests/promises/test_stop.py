@@ -64,13 +64,15 @@ def test_the_same_step(here, mpi):
 )
 def test_every_signal(here, number):
     """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop. If the script heeds
-    them, the last line is the command that resumes the job, as it was typed.
+    them, a line has the command that resumes the job, but for values of `-x`, which are never printed.
     """
-    options = (*LONG_GRACE, "--max-restarts", "2")
+    options = (*LONG_GRACE, "--max-restarts", "2", "-x", "SECRET=two words")
     done = ready(here, STOPS, options=options).signal(number).wait().assert_code(75)
     assert len(set(saved_steps(done.stdout))) == 1
-    typed = ("mpiddp", "launch", *options, *here.where(2), STOPS)
-    assert done.said[-1] == f"to resume: {shlex.join(typed)}"
+    typed = ("mpiddp", "launch", *options[:-1], "SECRET=…", *here.where(2), STOPS)
+    resume, missing = done.said[-2:]
+    assert resume == f"to resume: {shlex.join(typed)}"
+    assert missing == "… replaces values that are never printed here. Fill in: SECRET"
 
 
 def is_pending(pid: int, number: int) -> bool:

@@ -162,7 +162,7 @@ class LaunchOptions:
         "time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 "
         "minutes (default: 3 s)")
     hang_timeout_s: float | None = option(None, "--hang-timeout TIME",
-        "end the job if no rank makes a step for this long (default: never)")
+        "end the job if for this long no rank makes a step, calls a collective or saves (default: never)")
     log_ranks: str = option(DEFAULT_RANKS, "--log-ranks RANKS",
         "the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, "
         "stderr of all ranks)")
