@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.plan.job_plan import Plan
@@ -25,7 +25,7 @@ from mpiddp.launch.plan.preflight import Checked
 from mpiddp.launch.run.agents import Launcher
 from mpiddp.launch.run.control import Console, SignalQueue
 from mpiddp.launch.run.job import Job
-from mpiddp.protocol.channel import RANK, decode, encode, mac, member_key
+from mpiddp.protocol.channel import RANK, Seal, Seals, decode, encode, mac, member_key
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.protocol.variables import ADDRESS, SECRET
@@ -67,23 +67,19 @@ def launcher(ranks: int) -> None:
 
 def clients(ranks: int) -> None:
     """Join, agree twice, report some steps and end, for every rank, over connections of their own."""
-    connections = _connect(os.environ[ADDRESS], os.environ[SECRET], ranks)
-    for rank, connection in enumerate(connections):
-        connection.sendall(
-            encode("started", host=f"node{rank // RANKS_PER_HOST}", pid=rank)
-            + encode("joining", timeout_s=600)
-            + encode("supports_stop")
-        )
-    _agree(connections)
+    clients = _connect(os.environ[ADDRESS], os.environ[SECRET], ranks)
+    for rank, client in enumerate(clients):
+        client.send("started", host=f"node{rank // RANKS_PER_HOST}", pid=rank)
+        client.send("joining", timeout_s=600)
+        client.send("supports_stop")
+    _agree(clients)
     for step in range(STEPS):
-        usage = {"own_s": step / 1000, "cpu_s": step / 1000, "memory": 1 << 30}
-        message = encode("progress", b"", step=step, **usage)
-        for connection in connections:
-            connection.sendall(message)
-    for connection in connections:
-        connection.sendall(encode("done"))
-    for connection in connections:
-        connection.close()
+        for client in clients:
+            client.send("progress", step=step, own_s=step / 1000, cpu_s=step / 1000, memory=1 << 30)
+    for client in clients:
+        client.send("done")
+    for client in clients:
+        client.connection.close()
 
 
 def server(ranks: int) -> None:
@@ -106,37 +102,45 @@ def server(ranks: int) -> None:
 def members(ranks: int, port: int) -> None:
     print(flush=True)
     sys.stdin.read()
-    connections = _connect(f"127.0.0.1:{port}", _KEY, ranks)
-    _agree(connections)
-    left = encode("gather", b"null", key="left/1", timeout_s=None)
-    for connection in reversed(connections):  # rank 0 is the last
-        connection.sendall(left + encode("leave"))
-        connection.close()
+    clients = _connect(f"127.0.0.1:{port}", _KEY, ranks)
+    _agree(clients)
+    for client in reversed(clients):  # rank 0 is the last
+        client.send("gather", b"null", key="left/1", timeout_s=None)
+        client.send("leave")
+        client.connection.close()
 
 
-def _connect(address: str, key: str, ranks: int) -> list[socket.socket]:
+class _Client(NamedTuple):
+    connection: socket.socket
+    seal: Seal
+
+    def send(self, kind: str, value: bytes = b"", /, **facts: object) -> None:
+        self.connection.sendall(encode(kind, value, self.seal, **facts))
+
+
+def _connect(address: str, key: str, ranks: int) -> list[_Client]:
     allow_open(ranks + OPEN_BESIDES)
     host, _, port = address.rpartition(":")
-    connections = []
+    clients = []
     for rank in range(ranks):
         connection = socket.create_connection((host, int(port)))
         facts, _ = decode(connection.recv(4096).rstrip())
-        proof = mac(member_key(key, RANK, rank), f"member {facts['challenge']}")
+        own = member_key(key, RANK, rank)
+        proof = mac(own, f"member {facts['challenge']}")
         connection.sendall(encode("hello", rank=rank, challenge="", proof=proof))
-        connections.append(connection)
-    for connection in connections:
-        connection.recv(4096)
-    return connections
+        clients.append(_Client(connection, Seals.made(own, facts["challenge"], "").of_member))
+    for client in clients:
+        client.connection.recv(4096)
+    return clients
 
 
-def _agree(connections: Sequence[socket.socket]) -> None:
+def _agree(clients: Sequence[_Client]) -> None:
     for number in range(2):
         value = json.dumps([number, "equal"]).encode()
-        line = encode("gather", value, key=f"exchange/{number}", timeout_s=600)
-        for connection in connections:
-            connection.sendall(line)
-        for connection in connections:
-            connection.recv(4096)
+        for client in clients:
+            client.send("gather", value, key=f"exchange/{number}", timeout_s=600)
+        for client in clients:
+            client.connection.recv(4096)
 
 
 def report(since: float, before: resource.struct_rusage | None = None) -> None:

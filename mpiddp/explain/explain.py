@@ -46,8 +46,8 @@ _VERDICT = re.compile(
     r"(?:rank \d+ on \S+ (?:failed first|ended first, with exit code \d+): (?P<error>.*?)"
     r"(?: \(its traceback: [^)]*\))?\.?(?: The other ranks were stopped\.)?"
     r"|(?:rank \d+ on \S+ (?:ended first|was killed by|ended before)|the job (?:failed|hung)|lost \S+ \("
-    r"|mpirun could not start|the ranks on .* ended at the same moment|only \d+ of \d+ ranks).*"
-    r"|.* The other ranks were stopped\.)"
+    r"|the connection of|mpirun could not start|the ranks on .* ended at the same moment"
+    r"|only \d+ of \d+ ranks).*|.* The other ranks were stopped\.)"
 )
 # A line that a job prints while it trains.
 _STEP = re.compile(rb"(?i)\b(?:step|epoch|iter|iteration|loss)\b\W{0,3}\d|\dit/s")

@@ -13,7 +13,8 @@ only ranks read. The server passes values on without parsing them.
 Each end proves by the challenge of the other end that it has the member's key, which is never sent. The key
 is derived from the job's key for one rank and one role, so a script, which has its key in
 MPIDDP_CHANNEL_SECRET, cannot speak for another member. MPIDDP_CONTROL is the launcher's address, and
-MPIDDP_CONTROL_SECRET the job's key, which only agents have.
+MPIDDP_CONTROL_SECRET the job's key, which only agents have. From then on, each line begins with a seal
+(`Seal`), so nobody on the way can write, change, repeat or leave out one.
 
 Each stream of a rank that the launcher shows has its own connection. It begins with "output" in place of
 "hello", and carries the bytes of the stream after "received". A connection that begins with "input" brings
@@ -38,7 +39,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # The roles of members: a rank, for which its agent or the process itself speaks; the script of a rank; and a
 # host that tries, before the ranks start, whether it reaches the launcher.
@@ -47,6 +48,7 @@ RANK, SCRIPT, HOST = "rank", "script", "host"
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once
 _TAB, _LINE_END = b"\t", b"\n"
+_SEAL = 32  # hexadecimal digits
 _CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
 _PARSER = json.JSONDecoder()
 
@@ -118,16 +120,28 @@ MESSAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def encode(kind: str, value: bytes = b"", **facts: object) -> bytes:
-    """The line of a message. `value` is JSON without line ends, as from json.dumps."""
+def encode(kind: str, value: bytes = b"", seal: Seal | None = None, /, **facts: object) -> bytes:
+    """The line of a message, with the next seal if there is one. `value` is JSON without line ends."""
     head = json.dumps({"type": kind, **facts}).encode()
+    digits = seal.next(head, digest(value)) if seal else b""
     # Copy the value once: the result of a function of `mpiddp.spawn` may have gigabytes.
-    return b"".join((head, _TAB, value, _LINE_END)) if value else head + _LINE_END
+    return b"".join((digits, head, *((_TAB, value) if value else ()), _LINE_END))
 
 
-def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
-    """The facts of a message with its type, and its value or b"". Raises ValueError or RecursionError."""
+class Forged(ValueError):
+    """A line without the seal of the member."""
+
+
+def decode(line: bytes, seal: Seal | None = None) -> tuple[dict[str, Any], bytes]:
+    """The facts of a message with its type, and its value or b"". Raises ValueError or RecursionError.
+
+    The line has to begin with this seal, if there is one.
+    """
     head, _, value = line.partition(_TAB)
+    if seal is not None:
+        digits, head = head[:_SEAL], head[_SEAL:]
+        if digits != seal.next(head, digest(value)):
+            raise Forged
     if len(head) > LINE_LIMIT:
         raise ValueError("too long")
     text = head.decode()
@@ -137,10 +151,53 @@ def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
     return facts, value
 
 
+def digest(value: bytes) -> bytes:
+    """The digest of a value, which its seal covers, so that a value for many members is read once."""
+    from _blake2 import blake2b
+
+    return blake2b(value, digest_size=32).digest() if value else b""
+
+
+class Seal:
+    """The proofs of the lines in one direction of a connection: a MAC over a counter and the line.
+
+    `key` is that of the member, and `challenges` are those of both ends, so that no line counts on another
+    connection.
+    """
+
+    def __init__(self, key: str, challenges: str, direction: str) -> None:
+        from _blake2 import blake2b
+
+        self._hash = blake2b(
+            f"{direction} {challenges}\n".encode(), key=key.encode(), digest_size=_SEAL // 2
+        )
+        self._count = 0
+
+    def next(self, head: bytes, digest_of_value: bytes) -> bytes:
+        """The seal of the next line."""
+        self._count += 1
+        state = self._hash.copy()
+        state.update(b"%d %b\t%b" % (self._count, head, digest_of_value))
+        return state.hexdigest().encode()
+
+
+class Seals(NamedTuple):
+    """The seals of a connection between a member and the server."""
+
+    of_member: Seal
+    of_server: Seal
+
+    @classmethod
+    def made(cls, key: str, of_server: str, of_member: str) -> Seals:
+        """From the key of the member, and the challenges of both ends."""
+        both = f"{of_server} {of_member}"
+        return cls(Seal(key, both, "member"), Seal(key, both, "server"))
+
+
 def introduce(
     connection: socket.socket, key: str, kind: str, rank: int, facts: Mapping[str, object]
-) -> dict[str, Any]:
-    """Answer the server's challenge by a message of this kind, and return the server's answer.
+) -> tuple[dict[str, Any], Seals]:
+    """Answer the server's challenge by this message. Returns its answer, and the seals to come.
 
     Both sides prove that they have the member's key. Raises one of NO_MESSAGE if another program answers, or
     the server of another job, and OSError if the connection ends or does not answer within its timeout.
@@ -154,7 +211,7 @@ def introduce(
     has_proof = answer.get("proof") == mac(key, f"server {question}")
     if answer["type"] != "taken" and not (answer["type"] == "received" and has_proof):
         raise ValueError("no proof")
-    return answer
+    return answer, Seals.made(key, challenge, question)
 
 
 def _next(connection: socket.socket) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import Lines, encode
+from mpiddp.protocol.channel import Lines, Seals, encode
 
 _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 
@@ -72,17 +72,26 @@ class Peer:
     lines: Lines = field(default_factory=lambda: Lines(channel.UNPROVED_LINE_LIMIT))
     rank: int | None = None
     group: int = 0
+    seals: Seals | None = None  # of the lines of a member
     _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
     _is_written: bool = False  # whether the selector reports that the connection takes more
 
-    def send(self, line: bytes) -> None:
-        """Send as much of a line as the connection takes. The rest follows when it takes more."""
-        self._unsent.append(line)
+    def send(self, line: bytes, value: bytes = b"", digest: bytes = b"") -> None:
+        """Send as much as the connection takes of a line and its value. The rest follows when it takes more.
+
+        `line` is of `encode`, without a value, and `digest` is that of the value.
+        """
+        is_idle, parts = not self._unsent, [line]
+        if self.seals is not None:
+            parts.insert(0, self.seals.of_server.next(line[:-1], digest))
+        if value:
+            parts = [*parts[:-1], line[:-1], b"\t", value, b"\n"]
+        self._unsent += [b"".join(parts)] if len(value) < channel.CHUNK else parts
         if sum(map(len, self._unsent)) > 2 * self.lines.limit:
             self._unsent.clear()
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
-        elif len(self._unsent) == 1:
+        elif is_idle:
             self.flush()
 
     def flush(self) -> None:
@@ -176,7 +185,7 @@ class Group:
         """Answer all members if no value is missing."""
         if len(self._gathers[key].values) == self.world_size:
             values = channel.listed(self._end(key))
-            self._tell(self.members, encode("gathered", values, key=key))
+            self._tell(self.members, encode("gathered", key=key), values)
 
     def _expire(self, key: str) -> None:
         """Tell the members that wait which ranks are missing, because the time is over."""
@@ -192,8 +201,9 @@ class Group:
         self._news.pop(key, None)
         return gather.values
 
-    def _tell(self, ranks: Iterable[int], line: bytes) -> None:
-        """Send a line to the members that are connected. The line is encoded once for all."""
+    def _tell(self, ranks: Iterable[int], line: bytes, value: bytes = b"") -> None:
+        """Send a line to the members that are connected. Its value is read once for all."""
+        digest = channel.digest(value)
         for rank in ranks:
             if (member := self.members.get(rank)) is not None:
-                member.send(line)
+                member.send(line, value, digest)

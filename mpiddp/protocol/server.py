@@ -35,7 +35,8 @@ class Event:
     (`mpiddp.launch.judge.events`), or "lost", if the connection has ended. The facts of these kinds:
 
         answer           body: the pickle
-        lost             silent: the seconds for which the host has not answered, or 0 if it answers
+        lost             silent: the seconds for which the host has not answered, or 0 if it answers;
+                         is_forged: whether a line without the member's seal has ended the connection
         output, input    connection, which belongs to the receiver; "output" also has stream, 1 or 2, and host
         VIEWS            viewer: the peer that waits for the view
 
@@ -93,10 +94,18 @@ class ChannelServer:
         """Whether any process that belongs to the job is connected."""
         return any(group.members for group in self._groups)
 
-    def send(self, rank: int, line: bytes, *, to_script: bool = False) -> None:
-        """Send a message to a rank, or to its script, if it is connected."""
+    def send(
+        self,
+        rank: int,
+        line: bytes,
+        value: bytes = b"",
+        *,
+        digest: bytes = b"",
+        to_script: bool = False,
+    ) -> None:
+        """Send a message to a rank, or to its script, if it is connected. See `Peer.send`."""
         if (peer := (self.scripts if to_script else self._ranks).get(rank)) is not None:
-            peer.send(line)
+            peer.send(line, value, digest)
 
     def send_all(self, kind: str, **facts: object) -> None:
         line = encode(kind, b"", **facts)
@@ -129,17 +138,23 @@ class ChannelServer:
         except OSError as error:
             has_answered = isinstance(error, ConnectionError)
             return self.lose(data, silent_s=0.0 if has_answered else self.patience_s)
+        except channel.Forged:
+            return events + self.lose(data, is_forged=True)
         except channel.NO_MESSAGE:
             chunk = b""
         return events if chunk else events + self.lose(data)
 
-    def lose(self, peer: Peer, *, silent_s: float = 0.0) -> list[Event]:
-        """Drop a connection that has ended, or whose host has been silent for so many seconds."""
+    def lose(self, peer: Peer, *, silent_s: float = 0.0, is_forged: bool = False) -> list[Event]:
+        """Drop a connection that has ended, or whose host has been silent for so many seconds.
+
+        is_forged: it has brought a line that is not of the member.
+        """
         self._forget(peer).close()
         if peer.rank is None:
             return []
         self._groups[peer.group].lose(peer.rank)
-        return [Event("lost", peer.rank, {"silent": silent_s}, from_script=peer.group > 0)]
+        facts = {"silent": silent_s, "is_forged": is_forged}
+        return [Event("lost", peer.rank, facts, from_script=peer.group > 0)]
 
     # --- connections ---
 
@@ -162,7 +177,7 @@ class ChannelServer:
 
     def _take(self, peer: Peer, line: bytes, now: float) -> list[Event]:
         """Take a line. Raises one of NO_MESSAGE if it violates the protocol."""
-        facts, value = decode(line)
+        facts, value = decode(line, peer.seals and peer.seals.of_member)
         rank, kind = peer.rank, facts.pop("type")
         if rank is None:
             return self._introduce(peer, kind, facts, now)
@@ -222,6 +237,7 @@ class ChannelServer:
         peer.rank, peer.group = rank, number
         del self._strangers[peer]
         peer.send(encode("received", proof=proof, group=number))
+        peer.seals = channel.Seals.made(key, peer.challenge, facts["challenge"])
         self._groups[number].enter(rank)
         return []
 

@@ -46,9 +46,9 @@ class Stream:
         self._has_complained = False
 
     def connect(self, launcher: Server, world: World) -> None:
-        self.connection, _ = connect_to_server(
+        self.connection = connect_to_server(
             launcher, world, "output", stream=self.number, host=world.hostname
-        )
+        ).connection
         self.connection.setblocking(False)
 
     @property
@@ -147,7 +147,7 @@ class Input:
         self._manners = Manners()
 
     def connect(self, launcher: Server, world: World) -> None:
-        self._connection, _ = connect_to_server(launcher, world, INPUT)
+        self._connection = connect_to_server(launcher, world, INPUT).connection
         self._connection.setblocking(False)
 
     def resize(self, terminal: Terminal) -> None:

@@ -3,6 +3,7 @@
 docs/security.md has the table of what listens.
 """
 
+import subprocess
 import sys
 from typing import NamedTuple
 
@@ -139,3 +140,68 @@ def test_strangers(hosts):
         hosts["node2"].run([sys.executable, hosts.script(STRANGER), *arguments], check=True)
     job.until("step ", times=job.stdout.count("step ") + 2)
     assert ended(hosts, job).said == []
+
+
+# From the switch, it notes the connections by which the host's agents said hello, and their last packets.
+# At a line on stdin, it writes that line into each of them, as the next bytes of the agent.
+FORGER = r"""
+import select, socket, struct, sys
+link, to_launcher, address = *sys.argv[1:3], socket.inet_aton(sys.argv[3])
+
+def checksum(data):
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+wire.bind((link, 3))
+agents, last = set(), {}
+print("listens", flush=True)
+while sys.stdin not in select.select([wire, sys.stdin], [], [])[0]:
+    frame = wire.recv(1 << 16)
+    ip, tcp = frame[14:34], frame[34:]
+    if frame[12:14] != b"\x08\x00" or frame[23] != 6 or ip[12:16] != address:
+        continue
+    source, _, sequence, acknowledged = struct.unpack("!HHII", tcp[:12])
+    offset = (tcp[12] >> 4) * 4
+    body = tcp[offset:][: struct.unpack("!H", ip[2:4])[0] - 20 - offset]
+    if body.startswith(b'{"type": "hello"') and b'"role": "rank"' in body:
+        agents.add(source)
+    next_byte = (sequence + len(body)) & 0xFFFFFFFF
+    after = struct.pack("!II", (sequence + len(body)) & 0xFFFFFFFF, acknowledged)
+    last[source] = frame[:34], tcp[:4] + after + tcp[12:13], tcp[14:16], tcp[20:offset]
+line = sys.stdin.readline().encode()
+wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+wire.bind((to_launcher, 0))
+for source in agents:
+    head, tcp, window, options = last[source]
+    ip = bytearray(head[14:34])
+    ip[2:4], ip[10:12] = struct.pack("!H", 40 + len(options) + len(line)), bytes(2)
+    ip[10:12] = struct.pack("!H", checksum(bytes(ip)))
+    segment = tcp + b"\x18" + window + bytes(4) + options + line
+    pseudo = bytes(ip[12:20]) + struct.pack("!BBH", 0, 6, len(segment))
+    check = checksum(pseudo + segment + bytes(len(segment) % 2))
+    wire.send(head[:14] + bytes(ip) + segment[:16] + struct.pack("!H", check) + segment[18:])
+print("forged", len(agents), flush=True)
+"""
+FORGED = (
+    '{"type": "failed", "code": 1, "error": "I was forged", "traceback": "", "is_verdict": true}\n'
+)
+
+
+def test_somebody_who_reads_the_traffic(hosts):
+    """Who can read the traffic between the hosts cannot speak as a rank: the job ends, and says why."""
+    node1 = hosts["node1"]
+    command = ["nsenter", f"--target={node1.hub_pid}", "--net", sys.executable, "-c", FORGER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(
+        [*command, node1.port, hosts["node0"].port, node1.address], **pipes
+    ) as forger:
+        assert forger.stdout.readline() == "listens\n"
+        job = started(hosts, *hosts.where(2))
+        out, _ = forger.communicate(FORGED)
+    assert out == "forged 1\n"
+    done = job.wait().assert_code(1)
+    assert "I was forged" not in done.stderr
+    assert "the connection of rank 1 on node1 brought a line without its proof" in done.stderr

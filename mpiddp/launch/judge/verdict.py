@@ -32,6 +32,7 @@ _LOST_DAEMON = re.compile(
 _MOST_SEARCHED = 64  # ranks whose last lines are searched for a known cause: more take seconds
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _WAS_NOT_ASKED = ". Its script had not called mpiddp.should_stop(), so it was not asked to save"
+_FORGED = "without its proof: somebody on the network writes into it"
 _LEFT_EARLY = "ended early, with exit code 0"
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
@@ -215,6 +216,11 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
         host_at_fault = record.hosts[first.rank]
     elif first.kind == "failed":
         sentence = _report(record, first)
+    elif first.facts.get("is_forged"):
+        host_at_fault, sentence = (
+            "",
+            f"the connection of {record.name(first.rank)} brought a line {_FORGED}.",
+        )
     elif mpirun.rank_signal:
         sentence = f"{record.name(first.rank)} was killed by {mpirun.rank_signal}."
     elif len(hosts) == 1 and daemon is None:

@@ -214,7 +214,8 @@ class Exchange:
 
     def __init__(self, function: bytes = b"") -> None:
         self._function = function  # as `mpiddp.spawning.spawn.pickled_call` makes it
-        self._digest = channel.mac("", "function", function)
+        self._mac = channel.mac("", "function", function)
+        self._digest = channel.digest(function)
         self.world_size = 0
         # The pickles of the latest attempt, in base64, by rank.
         self.results: dict[int, bytes] = {}
@@ -232,10 +233,8 @@ class Exchange:
         rank, facts = event.rank, event.facts
         key = channel.member_key(server.key, channel.SCRIPT, rank)
         if event.kind == "function":
-            head = encode("function", mac=channel.mac(key, self._digest))
-            # The parts are sent one by one, so that the ranks share the function's bytes.
-            for part in (head.rstrip(), b"\t", self._function, b"\n"):
-                server.send(rank, part, to_script=True)
+            line = encode("function", mac=channel.mac(key, self._mac))
+            server.send(rank, line, self._function, digest=self._digest, to_script=True)
         elif facts["mac"] == channel.mac(key, "answer", facts["body"]):
             answers = self.results if facts["is_result"] else self.errors
             answers[rank] = facts["body"]

@@ -1,6 +1,6 @@
 """A process of a rank connects to the server of its job, with proofs on both sides.
 
-    connection, group = connect_to_server(Server("10.0.0.1:40001", key), world, "hello")
+    member = connect_to_server(Server("10.0.0.1:40001", key), world, "hello")
 
 `mpiddp.protocol.channel` has the messages.
 """
@@ -38,20 +38,30 @@ class Server(NamedTuple):
         return self.key if self.is_own else channel.member_key(self.key, role, rank)
 
 
+class Member(NamedTuple):
+    """A connection that the server has accepted, its group, and the seals of its lines.
+
+    The group is 0 for the ranks, and n for their n-th scripts.
+    """
+
+    connection: socket.socket
+    group: int
+    seals: channel.Seals
+
+
 class AnotherScript(Exception):
     """Another process of this rank is its script."""
 
 
 def connect_to_server(
     server: Server, world: World, kind: str, *, answer_s: float | None = None, **facts: object
-) -> tuple[socket.socket, int]:
+) -> Member:
     """Connect, and introduce this rank by a message of this kind.
 
     The server beside rank 0 answers in `answer_s`. For the answer of a launcher there is no limit, because it
     may be stopped (Ctrl-Z), and its kernel accepts the connection meanwhile.
 
-    Returns the connection, and the group of the member: 0 of the ranks, n of their n-th scripts. Raises
-    AnotherScript if this rank has a script already, and JobFailed if the server cannot be reached.
+    Raises AnotherScript if this rank has a script already, and JobFailed if the server cannot be reached.
     """
     deadline, is_final = time.monotonic() + (answer_s or CONNECT_TIMEOUT_S), False
     while not is_final:
@@ -73,7 +83,7 @@ def connect_to_server(
 
 def _connect(
     server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None
-) -> tuple[socket.socket, int]:
+) -> Member:
     """Prove that this process is of the job, and check that the server is."""
     with contextlib.ExitStack() as stack:
         host, _, port = server.address.rpartition(":")
@@ -91,9 +101,9 @@ def _connect(
         channel.notice_silence(connection, patience_s, is_read_slowly=is_read_slowly)
         connection.settimeout(answer_s)
         key = server.member_key(rank, str(facts.get("role", RANK)))
-        answer = channel.introduce(connection, key, kind, rank, facts)
+        answer, seals = channel.introduce(connection, key, kind, rank, facts)
         if answer["type"] == "taken":
             raise AnotherScript
         connection.settimeout(None)
         stack.pop_all()
-        return connection, answer.get("group", 0)
+        return Member(connection, answer.get("group", 0), seals)

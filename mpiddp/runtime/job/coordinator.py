@@ -18,12 +18,13 @@ import os
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from mpiddp.errors import DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import NO_MESSAGE, RANK, decode, encode
+from mpiddp.protocol.channel import NO_MESSAGE, RANK, Seals, decode, encode
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.world import World
 
@@ -63,6 +64,7 @@ class Coordinator:
         self.ranks_here: Sequence[int] = ()  # the ranks of this host; () until the agents have met
         self.has_launcher = False  # a launcher prints why the job failed
         self.connection: socket.socket | None = None
+        self._seals: Seals  # of its lines, once it is connected
         # While ranks meet over MPI, this gathers their texts in place of the server.
         self.exchange: Callable[[str], list[str]] | None = None
         self.group = 0  # 0 is the group of the ranks, and n that of their n-th scripts
@@ -75,7 +77,9 @@ class Coordinator:
         self._listens = False  # a thread receives
         self._round = 0
         self._lines = channel.Lines(_LONGEST)
-        self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
+        self._unsent = deque[tuple[str, bytes, dict[str, object]]]()
+        self._send_lock = threading.RLock()
+        self._sender = 0  # the thread that sends
         self._changed = threading.Condition()  # an answer has arrived, or the server is lost
         # The answers with their values, by the key of a gather or a claim, otherwise by their type.
         self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
@@ -86,9 +90,8 @@ class Coordinator:
         """Connect as this rank of `world`, or as its script. Raises as `connect_to_server`."""
         from mpiddp.runtime.job.connection import connect_to_server
 
-        self.connection, self.group = connect_to_server(
-            server, world, "hello", role=role, answer_s=answer_s
-        )
+        member = connect_to_server(server, world, "hello", role=role, answer_s=answer_s)
+        self.connection, self.group, self._seals = member
         self.world, self.server = world, server
         os.register_at_fork(after_in_child=self._forget)
 
@@ -101,13 +104,25 @@ class Coordinator:
 
     def send(self, kind: str, value: bytes = b"", /, **facts: object) -> None:
         """Send a message. A lost connection is left to whoever receives."""
-        if self.connection is not None:
-            try:
+        if self.connection is None:
+            return
+        self._unsent.append((kind, value, facts))
+        try:
+            # The seals count the lines. So a signal's handler that interrupts its thread here leaves its
+            # message to that thread. If the inner loop was at its end, the outer loop sees it.
+            while self._unsent and self._sender != threading.get_ident():
                 with self._send_lock:
-                    self.connection.sendall(encode(kind, value, **facts))
-            except OSError as error:
-                # The script has closed it, and may have opened another file.
-                self.is_lost |= error.errno in (errno.EBADF, errno.ENOTSOCK)
+                    self._sender = threading.get_ident()
+                    try:
+                        while self._unsent:
+                            kind, value, facts = self._unsent.popleft()
+                            line = encode(kind, value, self._seals.of_member, **facts)
+                            self.connection.sendall(line)
+                    finally:
+                        self._sender = 0
+        except OSError as error:
+            # The script has closed it, and may have opened another file.
+            self.is_lost |= error.errno in (errno.EBADF, errno.ENOTSOCK)
 
     def tell_launcher(self, kind: str, **facts: object) -> None:
         if self.has_launcher:
@@ -295,7 +310,8 @@ class Coordinator:
         news = []
         try:
             chunk = self.connection.recv(channel.CHUNK)
-            messages = [decode(line) for line in self._lines.split(chunk)]
+            seal = self._seals.of_server
+            messages = [decode(line, seal) for line in self._lines.split(chunk)]
         except (OSError, *NO_MESSAGE):  # the server has ended, or the script has closed it
             chunk, messages = b"", []
         with self._changed:

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, mac, member_key
+from mpiddp.protocol.channel import (
+    LINE_LIMIT,
+    RANK,
+    SCRIPT,
+    Seal,
+    decode,
+    digest,
+    encode,
+    mac,
+    member_key,
+)
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.runtime.job.connection import AnotherScript, Server, connect_to_server
@@ -72,11 +82,11 @@ class Job:
             yield connection, facts["challenge"]
 
     @contextmanager
-    def rank_0(self) -> Iterator[socket.socket]:
-        """A connection with the proof of rank 0."""
+    def rank_0(self) -> Iterator[tuple[socket.socket, Seal]]:
+        """A connection with the proof of rank 0, and the seal of its lines."""
         with self.stranger() as (connection, challenge):
             connection.sendall(hello(challenge))
-            yield connection
+            yield connection, Seal(member_key(KEY, RANK, 0), f"{challenge} ", "member")
 
     def close(self) -> None:
         self._is_over.set()
@@ -217,17 +227,57 @@ def test_a_proof_counts_on_its_own_connection_alone(job):
     ],
 )
 def test_a_rank_that_violates_the_protocol_is_dropped(job, line):
-    with job.rank_0() as connection:
+    with job.rank_0() as (connection, seal):
         assert b"received" in connection.recv(4096)
         with suppress(OSError):
-            connection.sendall(line + b"\n")
+            connection.sendall(sealed(line, seal))
         assert is_dropped(connection)
-    assert job.receives("lost").rank == 0
+    lost = job.receives("lost")
+    assert (lost.rank, lost.facts["is_forged"]) == (0, False)
+
+
+def sealed(line: bytes, seal: Seal) -> bytes:
+    head, _, value = line.partition(b"\t")
+    return seal.next(head, digest(value)) + line + b"\n"
+
+
+FAILED = b'{"type": "failed", "code": 1, "error": "forged", "traceback": "", "is_verdict": true}'
+
+
+@pytest.mark.parametrize("kind", ["plain", "repeated", "left out", "another connection", "changed"])
+def test_a_line_that_the_member_has_not_sent_is_not_believed(job, kind):
+    """Who reads the traffic can write into a connection, but has no key for the seal of a line."""
+    with job.rank_0() as (connection, seal):
+        first, second = (sealed(b'{"type": "leave"}', seal) for _ in range(2))
+        other = Seal(member_key(KEY, RANK, 0), "x ", "member")
+        lines = {
+            "plain": FAILED + b"\n",
+            "repeated": first + first,
+            "left out": second,
+            "another connection": sealed(FAILED, other),
+            "changed": first.replace(b"leave", b"exited"),
+        }
+        connection.sendall(lines[kind])
+        lost = job.receives("lost")
+    assert (lost.rank, lost.facts["is_forged"]) == (0, True)
+    believed = [event.kind for event in job.messages if event.kind != "lost"]
+    assert believed == ["leave"] * (kind == "repeated")
+
+
+def test_a_member_believes_its_server_alone(job):
+    rank = job.connect(0)
+    until(lambda: job.server.connected == {0})
+    [peer] = job.server._ranks.values()
+    peer.connection.send(
+        encode("again", env={})
+    )  # as a stranger would, who knows the numbers of TCP
+    assert until(lambda: rank.is_lost)
+    assert job.news[rank] == []
 
 
 def test_a_second_connection_cannot_replace_a_connected_rank(job):
     job.connect(0)
-    with job.rank_0() as connection:
+    with job.rank_0() as (connection, _):
         assert is_dropped(connection)
     assert job.server.connected == {0}
     assert not job.messages
@@ -257,9 +307,9 @@ def test_a_server_of_another_job_is_not_believed():
 def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch):
     monkeypatch.setattr(ChannelServer, "value_limit", 4 << 20)
     others = [job.connect(1), job.connect(2)]
-    with job.rank_0() as connection:
+    with job.rank_0() as (connection, seal):
         for number in range(5):
-            connection.sendall(encode("gather", b"1", key=str(number), timeout_s=60))
+            connection.sendall(encode("gather", b"1", seal, key=str(number), timeout_s=60))
             large = "x" * 3_000_000
             calls = [
                 job.pool.submit(member.all_gather_json, large, key=str(number), timeout_s=60)
@@ -308,7 +358,8 @@ def test_news_that_ends_a_program_loses_no_later_news(job):
             raise InterruptedError
 
     channel.on_news = end
-    job.server.send(1, encode("hold") + encode("end"))
+    job.server.send(1, encode("hold"))
+    job.server.send(1, encode("end"))
     with pytest.raises(InterruptedError):
         channel.receive()
     assert heard == ["hold", "end"]
