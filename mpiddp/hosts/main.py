@@ -14,7 +14,7 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts import keys, pull, push, run_command, where
 from mpiddp.hosts.hostfile import Hosts
-from mpiddp.text import align_columns, counted
+from mpiddp.text import align_columns, counted, escaped
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
 OVER_SSH = {
@@ -85,7 +85,7 @@ def _take_file(options: argparse.Namespace) -> None:
 
 
 def table(hosts: Hosts) -> str:
-    """The hosts, one per line in the order of their ranks, and the totals below."""
+    """The hosts in the order of their ranks, the totals, and the lines #: of the file."""
     rows = [("host", " slots", "user", "port")]  # " slots" is as wide as the largest count
     for host in hosts.hosts:
         slots = "GPUs" if host.slots is None else str(host.slots)
@@ -97,4 +97,5 @@ def table(hosts: Hosts) -> str:
     total = f"{counted(len(hosts.hosts), 'host')}, {counted(count, 'slot')}"
     if without := [host.name for host in hosts.hosts if host.slots is None]:
         total += f", and one per GPU of {', '.join(without)} (1 on a CPU host)"
-    return f"{align_columns(rows, right=(1,))}\n{total}"
+    options = [f"{hosts.source}:{number}: #: {escaped(text)}" for number, text in hosts.options]
+    return "\n".join([align_columns(rows, right=(1,)), total, *options])

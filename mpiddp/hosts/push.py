@@ -5,8 +5,8 @@
 
 rsync sends the files that have changed, and renames them all at the end. If a file was sent by an earlier
 push and deleted here, it is removed there. The files that a push replaces or removes are kept in
-.mpiddp-replaced of the folder. Other files that only a host has stay there, except in the environment, which
-becomes the same.
+.mpiddp-replaced of the folder. A push never removes a file that only a host has. The Python environment is
+the exception: it is made identical, so packages that only the host has are removed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts, program
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 
+# Conda's base, and an interpreter of pyenv, have other environments and downloads in these folders.
+_OTHERS = ("envs", "pkgs")
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 _REPLACED = ".mpiddp-replaced"
 _AT_ONCE = 8  # rsync processes
@@ -127,10 +129,27 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 
 def default_folders(here: str) -> list[str]:
-    """`here`, the environment of this Python, and the checkout of mpiddp if pip install -e uses one."""
+    """`here`, the environment of this Python, and the checkout of mpiddp if pip install -e uses one.
+
+    Raises UserError if this Python is conda's base, because that is shared by other environments.
+    """
+    others = [name for name in _OTHERS if Path(sys.prefix, name).is_dir()]
+    if others and sys.prefix == sys.base_prefix and sys.prefix in _environment():
+        raise UserError(
+            f"{sys.prefix} holds other environments ({', '.join(others)}). Activate one of its own, or name "
+            "folders: mpiddp hosts push FILE FOLDER"
+        )
     package, taken = Path(__file__).parents[2], [Path(here), *map(Path, _environment())]
     taken += [package] if "site-packages" not in package.parts else []
-    return [str(path) for path in dict.fromkeys(taken) if not {*path.parents} & {*taken}]
+    return [
+        str(path) for path in dict.fromkeys(taken) if not any(_brings(one, path) for one in taken)
+    ]
+
+
+def _brings(folder: Path, path: Path) -> bool:
+    """Whether a push of the folder brings this path below it along."""
+    below = path.parts[len(folder.parts) :]
+    return folder in path.parents and not (below[0] in _OTHERS and str(folder) in _environment())
 
 
 def _environment() -> list[str]:
@@ -242,6 +261,8 @@ def _send(
         before = {*os.fsdecode(zlib.decompress(b64decode(sent_before))).split("\0")} - {""}
     deleted = before - paths
     environment = _environment()
+    if folder in environment:
+        left_out = (*left_out, *_OTHERS)
     branches = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
     removable = dict.fromkeys(chain.from_iterable(branches))  # the files, and the folders above
     rules = "\0".join(f"R /{_pattern(path)}" for path in removable)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import pwd
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ from mpiddp.arguments import duration
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.hostfile import Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.transport import SSH
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
@@ -80,4 +84,42 @@ def named_hosts(
         hosts = parse_host_list(host_list)
     else:
         hosts = find_allocation(env)
+    if hosts is not None:
+        _refuse_another_login(hosts)
     return hosts and replace(hosts, transport=hosts.transport._replace(login_s=login_s))
+
+
+def _refuse_another_login(hosts: Hosts) -> None:
+    """Raise UserError if a host is this machine by its name, but not by its user or its port.
+
+    Ranks of this machine start without ssh, as this user. The port may be that of a container.
+    """
+    suspects = [host for host in hosts.hosts if host.user or host.port]
+    resolve_all([host.name for host in suspects])
+    for host in suspects:
+        user = host.user not in (None, *_own_names()) and f"user={host.user}"
+        port = host.port not in (None, *_own_ports()) and f"port={host.port}"
+        if (wrong := user or port) and is_this_host(host.name):
+            raise UserError(
+                f"{hosts.where(host)}: {host.name} is this machine, where ranks start without ssh, "
+                f"so {wrong} would be ignored. Remove it, or give a container its own address."
+            )
+
+
+def _own_names() -> list[str]:
+    with suppress(KeyError):  # a container may have no entry for its user
+        return [pwd.getpwuid(os.getuid()).pw_name]
+    return []
+
+
+def _own_ports() -> set[int]:
+    """The ports of this machine's sshd."""
+    ports = {22}
+    for file in (Path("/etc/ssh/sshd_config"), *Path("/etc/ssh/sshd_config.d").glob("*.conf")):
+        with suppress(OSError):
+            text = file.read_text("utf-8", errors="replace")
+            numbers = re.findall(
+                r"(?mi)^\s*(?:Port[ \t=]+|ListenAddress[ \t=].*:)(\d{1,5})\s*$", text
+            )
+            ports |= {*map(int, numbers)}
+    return ports

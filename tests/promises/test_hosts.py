@@ -294,6 +294,37 @@ def test_push_that_breaks_off(hosts, file, project):
     assert contents(there) == contents(project)
 
 
+# mpiddp in an environment whose folder, and that of its interpreter, are the first two arguments.
+IN_ENVIRONMENT = """
+import sys
+sys.prefix, sys.base_prefix = sys.argv[1:3]
+from mpiddp.cli import main
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def test_push_leaves_other_environments_alone(hosts, file, project):
+    """A push touches no other environment, in conda's base or beside the interpreter of this one."""
+    base = project / "miniconda3"
+    write(base, {"conda-meta/history": "x", "lib/a.so": "new", "envs/own/lib/b.so": "new"})
+    write(base, {"envs/other/lib/c.so": "x", "pkgs/torch.tar": "x"})
+    there = hosts["node1"].path(base)
+    write(there, {"lib/gone.so": "x", "envs/llama/lib/torch.so": "theirs"})
+    push, home = (sys.executable, "-c", IN_ENVIRONMENT), {"HOME": str(project)}
+    verb = ("hosts", "push", file)
+    refused = hosts.run(*push, base, base, *verb, cwd=project, env=home).assert_code(2)
+    assert (
+        f"{base} holds other environments (envs, pkgs). Activate one of its own" in refused.stderr
+    )
+    (project / "train").mkdir()
+    (project / "train/a.py").touch()
+    own = base / "envs/own"  # of pyenv, or a virtual environment above conda's Python
+    hosts.run(*push, own, base, *verb, cwd=project / "train", env=home).assert_ok()
+    sent = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    kept = {"conda-meta/history", "lib/a.so", "envs/own/lib/b.so", "envs/llama/lib/torch.so"}
+    assert {path for path in sent if ".mpiddp" not in path} == kept
+
+
 def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
     """A host that cannot take a push is named in one line. With --min-hosts, the push goes on without it."""
     there = hosts["node1"].path(project)

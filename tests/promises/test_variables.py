@@ -22,7 +22,7 @@ from tests.support import cluster as test_cluster
 from tests.support.allocations import FLUX, GRID_ENGINE, LSF, MPIJOB, PBS, SLURM, enter_folder
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
-from tests.support.machine import TWO_GPUS, reserved, tool
+from tests.support.machine import TWO_GPUS, executable, reserved, tool
 from tests.support.place import MPIS, every_mpi, program
 from tests.support.ranks import ROOT, TORCH, mpirun_command
 
@@ -50,19 +50,42 @@ def test_what_reaches_other_hosts(hosts, mpi):
 
 
 def test_the_options_of_a_hostfile(hosts):
-    """Lines "#: OPTIONS" of a hostfile are options of a launch with it. The command line takes precedence."""
+    """Lines "#: OPTIONS" of a hostfile choose its network. The command line takes precedence."""
     file = hosts.folder / "hosts.txt"
-    options = "#: --npernode 1 -x MODE=file -x EDITOR=file"
-    file.write_text(f"{options}\nnode1 slots=2\nnode0 slots=2 #: -n 1\n")
-    job = (program("variables.py"), "MODE", "EDITOR")
-    for typed, ranks, mode in (
-        ((), 1, "file"),
-        (("--npernode", "2", "-x", "MODE=typed"), 2, "typed"),
-    ):
+    options = "#: --exclude node2 -x NCCL_DEBUG=VERSION -x GLOO_SOCKET_IFNAME=eth0"
+    file.write_text(f"{options}\nnode1 slots=2\nnode0 slots=1 #: -n 1\nnode2\n")
+    job = (program("variables.py"), "NCCL_DEBUG", "GLOO_SOCKET_IFNAME")
+    for typed, debug in ((), "VERSION"), (("-x", "NCCL_DEBUG=WARN"), "WARN"):
         done = hosts.run("launch", "--hostfile", file, *typed, *job).assert_ok()
         places = [(rank["host"], rank["found"]) for rank in done.records]
-        variables = {"MODE": mode, "EDITOR": "file"}
-        assert places == [(host, variables) for host in ("node1", "node0") for _ in range(ranks)]
+        variables = {"NCCL_DEBUG": debug, "GLOO_SOCKET_IFNAME": "eth0"}
+        assert places == [(host, variables) for host in ("node1", "node1", "node0")]
+    checked = hosts.run("hosts", "check", file).assert_ok().stdout
+    assert checked.endswith(f"{file}:1: {options}\n")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(
+            "--mpirun {program}",
+            "--on-end {program}",
+            "--env-file {program}",
+            "--report x",
+            "--push",
+        ),
+        *("-x LD_PRELOAD=x.so", "-x NCCL_NET_PLUGIN=x", "-x NCCL_DEBUG_FILE=x", "-x UCX_TLS=/x"),
+    ],
+)
+def test_a_hostfile_is_no_program(here, option):
+    """A hostfile runs no program, sends nothing and writes no file, whatever its lines say."""
+    ran = here.folder / "ran"
+    line = option.format(program=executable(here.folder / "evil", f"touch {ran}"))
+    (file := here.folder / "hosts.txt").write_text(f"#: {line}\nlocalhost\n")
+    for dry in ((), ("--dry-run",)):
+        done = here.run("launch", *dry, "--hostfile", file, here.script("")).assert_code(2)
+        assert "a hostfile may only choose networks" in done.stderr
+    assert not ran.exists()
 
 
 @every_mpi

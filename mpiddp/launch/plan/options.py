@@ -346,21 +346,39 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     return LaunchOptions(job, variables=variables, kept_home=frozenset(kept_home), **values)
 
 
+# A hostfile may choose these: networks, time limits, and hosts to leave out. It may also set variables of the
+# libraries that use the network. Some of these name a file to load or to write, and a value with "/" may.
+_BY_HOSTFILE = (
+    *("interface", "master_addr", "exclude", "exports", "wait_s", "login_s", "lost_s", "timeout_s"),
+    *("stop_after_s", "grace_s", "failed_grace_s", "hang_timeout_s"),
+)
+_OF_A_NETWORK = re.compile(
+    r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII
+)
+_OF_A_CLUSTER = (
+    "a hostfile may only choose networks, time limits, hosts to leave out, and variables of NCCL, gloo and "
+    "UCX without a path"
+)
+
+
 def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
-    """The values of the options that a hostfile has in lines "#: OPTIONS"."""
+    """The values of the options that a hostfile has in lines "#: OPTIONS".
+
+    Colleagues share hostfiles, so these lines run no program and write no file.
+    """
     parser = OneSentenceParser(prog="mpiddp launch", allow_abbrev=False, add_help=False)
-    parser.elsewhere = {
-        "-H|--(hosts?|hostfile|machinefile|dry-run)": "Write it on the command line"
-    }
-    allowed = {option.name for option in fields(LaunchOptions)}
-    add_options(parser, *(allowed - {"hostfile", "host_list", "dry_run"}))
+    add_options(parser, *_BY_HOSTFILE)
     values = argparse.Namespace(of_hostfile=())
     for number, text in hosts.options:
         where = f"{hosts.source}:{number}"
         try:
             words = shell_words(text)
-            parser.parse_args(words, values)
+            _, others = parser.parse_known_args(words, values)
             parse_exports(values.exports, os.environ)
+            variables = [text for text in values.exports if not _OF_A_NETWORK.fullmatch(text)]
+            others += [f"-x {text.partition('=')[0]}" for text in variables]
+            if others:
+                raise UserError(f"{shown(others[0])}: {_OF_A_CLUSTER}.")
         except (UserError, argparse.ArgumentTypeError) as error:
             raise UserError(f"{where}: {str(error).removeprefix('mpiddp launch: ')}") from None
         values.of_hostfile += (f"{where}: {shlex.join(without_values(words, values.exports))}",)
