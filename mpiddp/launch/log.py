@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mpiddp.errors import message
+from mpiddp.errors import fault, message
 
 PATIENCE_S = 3.0  # the longest wait for a reader that reads nothing
 _stuck: set[int] = set()  # the descriptors whose readers get nothing after this wait
@@ -242,9 +242,13 @@ class Screen:
         """Write text, and draw the open line of the lowest rank and the status below it on a terminal."""
         below: list[bytes] = []
         if self.is_terminal and self._at is None:
-            for source in sorted(self._open, key=lambda source: source.rank)[:1]:
-                below.append(self._open_line(source))
-            below += self._status
+            try:
+                for source in sorted(self._open, key=lambda source: source.rank)[:1]:
+                    below.append(self._open_line(source))
+                below += self._status
+            except Exception as failed:  # the terminal has hung up, for example
+                self.is_terminal, below = False, []
+                error(f"{self.name} gets whole lines only from now on: {fault(failed)}.")
         if not text and len(below) == len(self._drawn) == 1 and _extends(*below, *self._drawn):
             self._write(below[0][len(self._drawn[0]) :])
             self._drawn = below

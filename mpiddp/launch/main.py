@@ -15,6 +15,7 @@ import shlex
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from mpiddp.errors import (
     STOPPED,
     JobFailed,
     UserError,
+    fault,
     without_prefix,
 )
 from mpiddp.hosts.allocations import in_slurm_terminal
@@ -56,9 +58,12 @@ def main(argv: list[str]) -> int:
 
 
 def _refused(error: BaseException) -> Outcome:
-    """The outcome of a job that has not started."""
+    """The outcome of a job that has not started, or whose launcher has failed."""
     if isinstance(error, KeyboardInterrupt):
         return Outcome(INTERRUPTED, "interrupted")
+    if not isinstance(error, UserError | JobFailed):
+        traceback.print_exception(error)
+        return Outcome(FAILED, f"the launcher itself has failed: {fault(error)}.")
     code = BAD_INPUT if isinstance(error, UserError) else FAILED
     return Outcome(code, without_prefix(str(error)))
 
@@ -118,7 +123,7 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
 
     try:
         outcome = run(options, report)
-    except (UserError, JobFailed, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         outcome = _refused(error)
     # timeout(1) and a closing terminal send each request twice; the ranks may have stopped in between.
     repeated = (signal.SIGTERM, signal.SIGHUP) if outcome.code in (STOPPED, INTERRUPTED) else ()
@@ -189,7 +194,7 @@ def launch_function(argv: list[str]) -> int:
             outcome = outcome._replace(code=FAILED, sentence=sentence)
         if outcome.known_cause:  # the caller's exception has the verdict
             log.error(outcome.known_cause)
-    except (UserError, JobFailed, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         outcome = _refused(error)
     is_done = outcome.code in (DONE, STOPPED)
     facts = {name: getattr(outcome, name) for name in ("code", "sentence", "rank", "host")}

@@ -24,6 +24,7 @@ from tests.support.cluster.slurm import Slurm
 from tests.support.patience import PATIENCE_S, within
 from tests.support.place import Here, Job, Place, eventually, every_mpi, program, two_mpis
 from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, mpirun_command
+from tests.support.terminal import in_a_terminal
 
 STOPS = program("stops.py")
 LONG_GRACE = ("--grace", "600")  # a slow machine may need minutes to reach the agreed step
@@ -106,6 +107,38 @@ def test_one_request_by_several_signals(here, numbers):
             job.until("saving", times=2)
     done = job.wait()
     assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
+
+
+DRAWS = """
+import os, sys, time, mpiddp
+def draw(what):
+    print(f"\\r{what} {time.time()}", end="", flush=True, file=sys.stderr)
+    time.sleep(0.05)
+while not mpiddp.should_stop():
+    draw("step")
+print("saving", flush=True)
+while not os.path.exists("closed"):
+    draw("saving")
+open("saved." + os.environ["RANK"], "w")
+sys.exit(75)
+"""
+
+
+def test_a_terminal_that_closes(here):
+    """If the terminal closes while ranks draw bars on it, they save, and the report says how it ended."""
+    job = ("-n", "2", "--log-ranks", "all", "--report", "report.json", here.script(DRAWS))
+    launch = ("-m", "mpiddp", "launch", *job)
+    with in_a_terminal(sys.executable, *launch, cwd=here.folder) as terminal:
+        terminal.until("step")
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, terminal.outer)  # the kernel sends SIGHUP, and every write fails from now on
+        os.close(null)
+        time.sleep(1)  # many drawings
+        (here.folder / "closed").touch()
+        assert terminal.wait() == 75
+    assert sorted(path.name for path in here.folder.glob("saved.*")) == ["saved.0", "saved.1"]
+    report = json.loads((here.folder / "report.json").read_text())
+    assert (report["cause"], report["exit_code"]) == ("stopped", 75)
 
 
 def test_the_printed_command_resumes(here):

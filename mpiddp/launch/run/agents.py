@@ -70,18 +70,23 @@ class Agents:
         return bool(self.others) and not self.plan.starter.has_scheduler
 
     def clean_up(self, outcome: Outcome, record: Record) -> None:
-        """After mpirun's end, leave no process of the job on any host that can be reached.
+        """Leave no process and no file of the job on any host that can be reached.
 
-        `outcome` and `record` are those of the last attempt.
+        `outcome` and `record` are those of the last attempt. Agents remove the private variables once all
+        ranks have met, so an attempt that has ended before leaves them.
         """
-        self.output.settle(is_said=outcome.is_complete)
-        self.server.drop_all()
-        self.opened.close()
-        if self.has_logged_in and outcome.code not in (DONE, BAD_INPUT, STOPPED):
-            hosts = [host for host in self.others if host.name not in record.silent_hosts]
-            started = record.latest["started"].values()
-            outputs = [output for event in started for output in event.facts.get("outputs", ())]
-            sweep(self.plan.request, hosts, self.job, self.private_name, outputs)
+        have_met = len(record.latest["joining"]) == record.world_size
+        is_clean = have_met and outcome.code in (DONE, BAD_INPUT, STOPPED)
+        with ExitStack() as stack:  # whatever one of them raises, the others follow
+            if self.has_logged_in and not is_clean:
+                hosts = [host for host in self.others if host.name not in record.silent_hosts]
+                started = record.latest["started"].values()
+                outputs = [output for event in started for output in event.facts.get("outputs", ())]
+                names = self.job, self.private_name
+                stack.callback(sweep, self.plan.request, hosts, *names, outputs)
+            stack.callback(self.opened.close)
+            stack.callback(self.server.drop_all)
+            stack.callback(self.output.settle, is_said=outcome.is_complete)
 
 
 def start(launcher: Launcher, plan: Plan) -> Agents:
@@ -126,6 +131,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         request = request._replace(job=(*request.job, *resume_args), variables=variables)
         command = plan.starter.compose(request, str(folder))
         mpirun = MpirunProcess(plan.starter, command, env)
+        stack.callback(mpirun.close)
         # The output of a detached job is kept without --log-dir, too.
         logs = launcher.logs if options.log_dir else None
         output = JobOutput(

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 
-from mpiddp.hosts.processes import end_all, signal_all
+from mpiddp.errors import FAILED, fault
+from mpiddp.hosts.processes import end_all
+from mpiddp.launch import log
 from mpiddp.launch.judge.events import ENDS, KINDS, OF_RANKS, Phase, Record, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.agents import STOP_AFTER, Agents
-from mpiddp.launch.run.output import OUTPUT_S
+from mpiddp.launch.run.output import OUTPUT_S, JobOutput
 from mpiddp.protocol.channel import STOP_SIGNALS
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.variables import SAVE_GRACE_S
@@ -69,31 +70,53 @@ class Attempt:
             hang_timeout_s=self.plan.options.hang_timeout_s,
         )
         self.timers = self.server.selector
-        self.timers.after(agents.launcher.stop_at - time.monotonic(), self.request_stop)
+        self.outcome = Outcome(FAILED, is_complete=False)  # until the verdict
         self._watchers = [watcher(self) for watcher in watchers]
-        for watcher in self._watchers:
-            watcher.on_event(self.record.latest["began"][LAUNCHER])
-        self.look()
 
     # --- the loop ---
 
     def run(self) -> Outcome:
-        """Wait and react until all agents wait, or until the launcher reaches no process of the attempt."""
-        while self.mpirun.code is None and self.record.phase < Phase.HELD:
-            self.wait()
-            are_held = len(self.record.latest["held"]) == self.record.world_size
-            if are_held and not self.output.open_ranks:
-                self.note("over")
-        if self.record.phase is Phase.HELD:
-            self.timers.timers.clear()
-        else:
-            self._finish()
-        for rank, lines in self.output.last_errors.items():
-            self._show(Event("tail", rank, {"lines": lines}))
-        self.outcome = verdict(self.record)
-        if self.record.phase is Phase.ENDED:
-            self.agents.clean_up(self.outcome, self.record)
-        return self.outcome
+        """Wait and react until all agents wait, or until the launcher reaches no process of the attempt.
+
+        Whatever is raised meanwhile, no process of the attempt remains, unless all agents wait.
+        """
+        waits = False
+        try:
+            self.timers.after(self.agents.launcher.stop_at - time.monotonic(), self.request_stop)
+            for watcher in self._watchers[:]:
+                self._let(watcher.on_event, self.record.latest["began"][LAUNCHER])
+            self.look()
+            while self.mpirun.code is None and self.record.phase < Phase.HELD:
+                self.wait()
+                are_held = len(self.record.latest["held"]) == self.record.world_size
+                if are_held and not self.output.open_ranks:
+                    self.note("over")
+            if self.record.phase is Phase.HELD:
+                self.timers.timers.clear()
+            else:
+                self._finish()
+            for rank, lines in self.output.last_errors.items():
+                self._show(Event("tail", rank, {"lines": lines}))
+            self.outcome = verdict(self.record)
+            waits = self.record.phase is Phase.HELD
+            return self.outcome
+        finally:
+            if not waits:
+                self.agents.clean_up(self.outcome, self.record)
+
+    def _let(self, call: Callable[..., None], *args: object) -> None:
+        """Make this call. If it is of a watcher or of the output and fails, the job goes on without that."""
+        owner = getattr(call, "__self__", self)
+        try:
+            call(*args)
+        except Exception as error:
+            if not isinstance(owner, Watcher | JobOutput):
+                raise
+            self._watchers = [watcher for watcher in self._watchers if watcher is not owner]
+            if owner is self.output:
+                self.output.give_up()
+            what = f"the launcher's {type(owner).__name__} has failed ({fault(error)})"
+            log.error(f"{what}. The job goes on without it.")
 
     def wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until `until`, and react to them."""
@@ -104,7 +127,7 @@ class Attempt:
                 for event in self.server.receive(data):
                     self.on_event(event)
         if self.output in ready:  # after "terminal": the echo is off before a password is asked for
-            self.output.copy()
+            self._let(self.output.copy)
         for number in signals.receive() if signals in ready else ():
             self.on_signal(number)
         if signals.has_resized:
@@ -112,14 +135,14 @@ class Attempt:
             if (terminal := self.plan.options.terminal).files:
                 self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
         for reaction in self.timers.due():
-            reaction()
+            self._let(reaction)
 
     def look(self) -> None:
         """Let the watchers look, once a second."""
         now = time.monotonic()
         self.timers.after(min(LOOK_S, self.plan.options.hang_timeout_s or LOOK_S), self.look)
         for watcher in self._watchers:
-            watcher.look(now)
+            self._let(watcher.look, now)
 
     # --- events ---
 
@@ -132,7 +155,7 @@ class Attempt:
         if event.kind in KINDS:
             self.record.add(event)
         for watcher in self._watchers:
-            watcher.on_event(event)
+            self._let(watcher.on_event, event)
 
     def on_event(self, event: Event) -> None:
         """Record a message of a rank or a viewer, show it to the watchers, and react to it."""
@@ -271,11 +294,13 @@ class Attempt:
 
     def end(self) -> None:
         """End the agents that wait."""
-        self.end_job()
-        while self.mpirun.code is None:
-            self.wait()
-        self._finish()
-        self.agents.clean_up(self.outcome, self.record)
+        try:
+            self.end_job()
+            while self.mpirun.code is None:
+                self.wait()
+            self._finish()
+        finally:
+            self.agents.clean_up(self.outcome, self.record)
 
     # --- ended ---
 
@@ -298,7 +323,6 @@ class Attempt:
             self.output.log(f"processes {left} {blocked}", is_error=True)
         self.timers.cancel(*self.timers.timers.keys() - {self.request_stop})
         self._copy_the_rest()
-        signal_all(partial(self.mpirun.left, agents=True), signal.SIGKILL)
 
     def _copy_the_rest(self) -> None:
         """Copy the last output that arrives in time.

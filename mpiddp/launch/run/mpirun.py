@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from mpiddp.errors import JobFailed, cause_of
@@ -85,6 +86,11 @@ class MpirunProcess:
         """
         self.was_ended = True
         signal_all(self.left, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill what is left of the job on this host, agents as well."""
+        self.kill_all()
+        signal_all(partial(self.left, agents=True), signal.SIGKILL)
 
     def left(self, *, agents: bool = False) -> list[int]:
         """The pids of the job here, without the ranks' agents or only these: they may still send output."""

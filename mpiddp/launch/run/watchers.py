@@ -320,12 +320,13 @@ class Growth(Watcher):
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
         self._sentences = list[str]()  # about hosts that can join
-        if self.plan.past.grows and (every_s := self.plan.options.grow_s) is not None:
-            search = partial(search_once, self.plan)
-            self._sentences = _ask_in_thread(search, every_s, self.record, Phase.RUNNING)
 
     def on_event(self, event: Event) -> None:
-        """A rank has made its last step. From now on, the others have limited time."""
+        """Search from the beginning on. Once a rank has made its last step, the others have limited time."""
+        every_s = self.plan.options.grow_s
+        if event.kind == "began" and self.plan.past.grows and every_s is not None:
+            search = partial(search_once, self.plan)
+            self._sentences = _ask_in_thread(search, every_s, self.record, Phase.RUNNING)
         is_first = event.kind == "stopped" and self.record.phase is Phase.RUNNING
         if is_first and self.record.stop is Stop.TO_GROW:
             self.attempt.note("grace")
