@@ -263,8 +263,11 @@ def _kept() -> dict[str, list[str]]:
     return {
         "A login or a host sets its own": expanded(environment._OF_A_HOST.pattern),
         "They number the GPUs of one host": [*gpus.VISIBLE],
-        "A scheduler sets them for one host": expanded(environment._OF_A_SCHEDULER.pattern),
-        "They set up an MPI, which passes them on": expanded(environment._OF_AN_MPI.pattern),
+        **{
+            f"{row.name} sets them in its jobs, for one host": expanded(row.sets)
+            for row in allocations.SCHEDULERS
+            if row.sets != "$"
+        },
     }
 
 

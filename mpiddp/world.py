@@ -35,6 +35,7 @@ class RankSource(NamedTuple):
     mpis: tuple[str, ...] = ()  # its ranks may load these, as get_vendor() of mpi4py names them
     hides_gpus: bool = False  # each rank may see only its own GPU
     starts_any_program: bool = False  # its ranks need no MPI, if MASTER_ADDR and _PORT are set
+    sets: tuple[str, ...] = ()  # the beginnings of the names of all that it sets for its ranks
 
 
 def _mpi(name: str, prefix: str, *mpis: str) -> RankSource:
@@ -46,18 +47,26 @@ def _mpi(name: str, prefix: str, *mpis: str) -> RankSource:
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_PMIX = RankSource("PMIx", ("PMIX_RANK", "PMIX_NAMESPACE"), ("PMIX_RANK",))
+_PMIX = RankSource("PMIx", ("PMIX_RANK", "PMIX_NAMESPACE"), ("PMIX_RANK",), sets=("PMIX_",))
 _MPICHS = ("MPICH", "Intel MPI")
+_SET_BY_OPEN_MPI = ("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_")
+# The last line is Intel's, and a setting of mpiddp itself. HYDRA_FULL_ERROR is of a library called Hydra.
+_SET_BY_HYDRA = (
+    *("PMI_", "HYDI_", *_HYDRA, "I_MPI_", "MPIR_CVAR_"),
+    *("HYDRA_BSTRAP_", "HYDRA_IP_VERSION", "HYDRA_LAUNCH_TYPE", "HYDRA_LAUNCHER_"),
+)
 
 # The innermost source wins, so the order matters: `mpirun … torchrun` is torchrun's job, and the
 # mpirun that started this process takes precedence over a RANK left over in a shell profile.
 RANK_SOURCES = (
     RankSource("torchrun", ("TORCHELASTIC_RUN_ID",), TORCH),
-    _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI"),
-    _mpi("mvapich2", "MV2_COMM_WORLD", "MVAPICH"),
-    RankSource("hydra", _HYDRA, (*_PMI, *_HYDRA), _MPICHS),
+    _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI")._replace(sets=_SET_BY_OPEN_MPI),
+    _mpi("mvapich2", "MV2_COMM_WORLD", "MVAPICH")._replace(sets=("MV2_COMM_WORLD_", "PMI_")),
+    RankSource("hydra", _HYDRA, (*_PMI, *_HYDRA), _MPICHS, sets=_SET_BY_HYDRA),
     # IBM Spectrum MPI is an Open MPI.
-    _mpi("jsrun", "JSM_NAMESPACE", "Open MPI")._replace(hides_gpus=True, starts_any_program=True),
+    _mpi("jsrun", "JSM_NAMESPACE", "Open MPI")._replace(
+        hides_gpus=True, starts_any_program=True, sets=("JSM_", *_SET_BY_OPEN_MPI)
+    ),
     # The shells of flux alloc and flux batch have FLUX_URI only, and a Flux that srun has started
     # hides Slurm's variables from them.
     RankSource(
@@ -67,6 +76,7 @@ RANK_SOURCES = (
         ("Open MPI", "MPICH", "Cray MPICH", "Intel MPI", "MVAPICH"),
         hides_gpus=True,
         starts_any_program=True,
+        sets=("FLUX_TASK_", "PMI_", "PMIX_"),
     ),
     # The shell of an salloc and an sbatch script have SLURM_NTASKS too, but they are not tasks: only a
     # job step has ranks.
@@ -75,6 +85,7 @@ RANK_SOURCES = (
         ("SLURM_STEP_ID",),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
         hides_gpus=True,
+        sets=("PMI_", "PMIX_"),
     ),
     # Slurm's and Flux's plugins for Cray MPICH set the same variables, so both come first.
     RankSource(
@@ -83,9 +94,10 @@ RANK_SOURCES = (
         ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
         ("MPICH", "Cray MPICH", "Open MPI"),
         starts_any_program=True,
+        sets=("PALS_", "PMI_"),
     ),
     # A Hydra that sets no local variables. The sources before it set these two as well.
-    RankSource("hydra", _PMI, _PMI, _MPICHS),
+    RankSource("hydra", _PMI, _PMI, _MPICHS, sets=_SET_BY_HYDRA),
     # A script within a command of a rank finds these alone, and its GPU may be the only visible one, if the
     # rank's source shows each rank its own.
     RankSource("env://", TORCH[2:], TORCH, hides_gpus=True),
@@ -95,8 +107,9 @@ RANK_SOURCES = (
 
 # Other variables that launchers set in their ranks. The exceptions, such as OMPI_MCA_, are users' settings.
 _OF_LAUNCHERS = re.compile(
-    r"TORCHELASTIC_|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)$|PMI_|PMIX_(?!MCA_)|PRTE_(?!MCA_)|OMPI_(?!MCA_|ALLOW_)"
-    r"|MPI_LOCAL|MV2_COMM_WORLD_|HYDI_|JSM_|PALS_|FLUX_TASK_|SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_|GTIDS|SRUN_)"
+    r"TORCHELASTIC_|ROLE_NAME$|(GROUP|ROLE)_(RANK|WORLD_SIZE)$|PMI_|PMIX_(?!MCA_)|PRTE_(?!MCA_)"
+    r"|OMPI_(?!MCA_|ALLOW_)|MPI_LOCALN?RANK|MV2_COMM_WORLD_|HYDI_|JSM_|PALS_"
+    r"|SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_|GTIDS|SRUN_)"
 )
 ALONE = RankSource("none", (), ())
 
@@ -184,6 +197,11 @@ class World(NamedTuple):
             named = (row for row in RANK_SOURCES if row.name == env.get(ours.LAUNCHER))
             source = next(named, source)
         return cls(rank, world_size, local_rank, local_size, source)
+
+
+def set_by_launchers(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The beginnings of the names that the launchers of this rank set, the enclosing ones among them."""
+    return tuple(name for source in RANK_SOURCES if _present(source, env) for name in source.sets)
 
 
 def is_rank(env: Mapping[str, str]) -> bool:

@@ -250,6 +250,7 @@ class Scheduler(NamedTuple):
     followed_by: tuple[str, str] | None = None
     transport: Transport = SSH  # reaches the hosts of the job
     starter: str = "mpirun"  # the program that starts the ranks there
+    sets: str = "$"  # a pattern of the variables that it sets for one host, while it is present
 
     def is_present(self, env: Mapping[str, str]) -> bool:
         return any(env.get(name) for name in self.proof)
@@ -259,11 +260,25 @@ class Scheduler(NamedTuple):
 # of an MPIJob may also be the user's own setting inside a job of Slurm.
 # KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
 SCHEDULERS = (
-    Scheduler("Flux", ("FLUX_URI",), flux, followed_by=("", "flux")),
+    Scheduler("Flux", ("FLUX_URI",), flux, followed_by=("", "flux"), sets="FLUX_"),
     Scheduler(
-        "Slurm", ("SLURM_JOB_ID",), slurm, _left_of_slurm, ("slurm", "slurm"), starter="srun"
+        "Slurm",
+        ("SLURM_JOB_ID",),
+        slurm,
+        _left_of_slurm,
+        ("slurm", "slurm"),
+        starter="srun",
+        sets="SLURMD?_",
     ),
-    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, _left_of_pbs, ("tm", "pbs"), SSH_IN_PBS),
+    Scheduler(
+        "PBS",
+        ("PBS_JOBID", "PBS_NODEFILE"),
+        pbs,
+        _left_of_pbs,
+        ("tm", "pbs"),
+        SSH_IN_PBS,
+        sets="PBS_",
+    ),
     Scheduler(
         "LSF",
         ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
@@ -271,6 +286,7 @@ SCHEDULERS = (
         _left_of_lsf,
         ("lsf", "lsf"),
         BLAUNCH,
+        sets="(LSB|LSF|LS|EGO)_",
     ),
     Scheduler(
         "Grid Engine",
@@ -279,9 +295,15 @@ SCHEDULERS = (
         _left_of_grid_engine,
         ("gridengine", "gridengine"),
         QRSH,
+        sets="SGE_|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_(ID|NAME|SCRIPT))$",
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot),
+    Scheduler(
+        "SkyPilot",
+        ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"),
+        skypilot,
+        sets="SKYPILOT_NODE_RANK$",
+    ),
     Scheduler("Kubeflow or AWS Batch", tuple(UNLISTED), unlisted),
 )
 

@@ -109,9 +109,9 @@ class Child:
         argv, passed = [program.name, *program.args], list[int]()
         launcher = self._rank.world.launcher.name
         if self.is_command:
-            env = command_environment(variables, launcher)
+            env = command_environment(variables, launcher, self._rank.exported)
         else:
-            env = script_environment(variables, launcher)
+            env = script_environment(variables, launcher, self._rank.exported)
             argv = [*self._rank.python, "-c", _START, str(theirs.fileno()), program.kind, *argv]
             passed = [theirs.fileno()]
             if "PMI_FD" in variables:  # MPICH's, for a script that uses MPI

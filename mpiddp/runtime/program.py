@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,17 +14,13 @@ from typing import IO, NamedTuple
 from mpiddp.errors import UserError, check_program, named_by
 from mpiddp.hosts.program_files import files_of, import_folders
 from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, RUN_ID
-from mpiddp.world import RANK_SOURCES
+from mpiddp.world import RANK_SOURCES, set_by_launchers
 
 SCRIPT, MODULE, COMMAND = "script", "module", "command"
 _SHELL = re.compile(rb"#!.*\b(?:sh|bash|dash|zsh|ksh|fish|csh|tcsh)\s*$")
 _LIBRARIES, _PREFIXES = "LD_LIBRARY_PATH", ("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX")
-# The variables that an MPI sets for its ranks.
-_OF_MPI = (
-    *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
-    *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
-    *(name for source in RANK_SOURCES if source.mpis for name in source.variables),
-)
+# The identity of a rank of any MPI, which may be left over from another one.
+_IDENTITY = tuple(name for source in RANK_SOURCES if source.mpis for name in source.variables)
 
 
 class Program(NamedTuple):
@@ -92,14 +88,21 @@ def parse(argv: list[str]) -> Program:
     return Program(kind, job[0], tuple(job[1:]))
 
 
-def script_environment(env: Mapping[str, str], launcher: str) -> dict[str, str]:
+def script_environment(
+    env: Mapping[str, str], launcher: str, exported: Collection[str] = ()
+) -> dict[str, str]:
     """The variables of the program of a rank that has joined, from those of the rank.
 
     A process that finds the MPI's would join the job as this rank: one that the script starts, or a worker
-    that imports a library. `launcher` is the name of the rank's: another one's ids are not this rank's.
+    that imports a library. `launcher` is the name of the rank's: another one's ids are not this rank's. The
+    variables that the user has named with -x, `exported`, stay in any case.
     """
-    left_out = (*_OF_MPI, *(() if launcher == "slurm" else ("SLURM_STEP_ID",)))
-    rest = {name: value for name, value in env.items() if not name.startswith(left_out)}
+    left_out = (*_of_mpi(env), *(() if launcher == "slurm" else ("SLURM_STEP_ID",)))
+    rest = {
+        name: value
+        for name, value in env.items()
+        if name in exported or not name.startswith(left_out)
+    }
     folders = rest.pop(_LIBRARIES, "").split(os.pathsep)
     while folders[0] and folders[0] in _library_folders(env):
         folders = folders[1:] or [""]
@@ -108,7 +111,12 @@ def script_environment(env: Mapping[str, str], launcher: str) -> dict[str, str]:
 
 def mpi_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The variables with which a process joins the rank's mpirun as this rank."""
-    return {name: value for name, value in env.items() if name.startswith(_OF_MPI)}
+    return {name: value for name, value in env.items() if name.startswith(_of_mpi(env))}
+
+
+def _of_mpi(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The beginnings of the names that the MPI of a rank sets, and the names of a rank of any MPI."""
+    return (*set_by_launchers(env), *_IDENTITY)
 
 
 def _library_folders(env: Mapping[str, str]) -> list[str]:
@@ -117,10 +125,14 @@ def _library_folders(env: Mapping[str, str]) -> list[str]:
     return [env.get("OMPI_LIBDIR_LOC", ""), *(f"{prefix}/lib" for prefix in prefixes)]
 
 
-def command_environment(env: Mapping[str, str], launcher: str = "") -> dict[str, str]:
+def command_environment(
+    env: Mapping[str, str], launcher: str = "", exported: Collection[str] = ()
+) -> dict[str, str]:
     """The variables of the command of a rank that has joined: it may start a torchrun with other ranks."""
-    rest = script_environment(env, launcher)
-    for name in (GPUS, PLACEMENT, AGENT_STORE):  # the agent has applied the first
+    rest = script_environment(env, launcher, exported)
+    for name in {GPUS, PLACEMENT, AGENT_STORE}.difference(
+        exported
+    ):  # the agent has applied the first
         rest.pop(name, None)
     rest.setdefault(RUN_ID, rest["TORCHELASTIC_RUN_ID"])  # under torchrun
     return rest

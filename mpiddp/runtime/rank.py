@@ -20,7 +20,7 @@ from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.program import Program
-from mpiddp.world import World
+from mpiddp.world import World, set_by_launchers
 
 _GPUS_S = 5.0  # a look at the GPUs before the next attempt takes at most this long
 
@@ -47,6 +47,7 @@ class Rank(NamedTuple):
     private_file: str  # its name on this host, where it is removed once all ranks have met
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
     others: frozenset[int]  # children of the shell that this process may have replaced by exec
+    exported: frozenset[str]  # the names of the variables that the user has given with -x
     variables: Mapping[str, str]  # the variables of every attempt
     # In this attempt alone: more variables, and the last arguments of the program.
     attempt_variables: Mapping[str, str] = MappingProxyType({})
@@ -60,7 +61,10 @@ class Rank(NamedTuple):
             from mpiddp.hosts import private  # takes 2 ms, and ranks of one host need none
 
             with named_by(""):
-                env.update(private.take(private_file))
+                taken = private.take(private_file)
+            # What the mpirun has set for this rank stays. It has passed on its own settings itself.
+            mpi = set_by_launchers(env)
+            env |= {n: taken[n] for n in taken if n not in env or not n.startswith(mpi)}
         address, key = env.pop(variables.ADDRESS, ""), env.pop(variables.SECRET, "")
         launcher = Server(address, key) if address and key else None
         if launcher is None:
@@ -80,6 +84,7 @@ class Rank(NamedTuple):
             private_file=private_file,
             daemon=os.getppid() if has_daemon else None,
             others=frozenset(descendants(os.getpid())),
+            exported=frozenset(env.pop(variables.EXPORTED, "").split(",")),
             variables=dict(env),
         )
         return rank.resized(terminal.columns, terminal.rows)

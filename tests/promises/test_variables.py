@@ -23,7 +23,7 @@ from tests.support.allocations import FLUX, GRID_ENGINE, LSF, MPIJOB, PBS, SLURM
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import TWO_GPUS, executable, reserved, tool
-from tests.support.place import MPIS, every_mpi, program
+from tests.support.place import MPIS, every_mpi, every_mpi_on_hosts, program
 from tests.support.ranks import ROOT, TORCH, mpirun_command
 
 GOLDEN = ROOT / "tests" / "data" / "command_lines.txt"
@@ -47,6 +47,21 @@ def test_what_reaches_other_hosts(hosts, mpi):
     assert program("variables.py") in commands
     assert "private-value" not in commands
     assert commands.count("private a") == 1  # as the user typed it
+
+
+@every_mpi_on_hosts
+def test_names_like_those_of_a_scheduler_or_an_mpi(place, mpi):
+    """Facebook's Hydra, Label Studio and models called Flux have variables too, which reach all ranks.
+
+    So does every variable that -x names, even if its name is one that the MPI may set.
+    """
+    names = ("HYDRA_FULL_ERROR", "GROUP_NAME", "FLUX_DEV", "LS_API_KEY", "QUEUE", "PBS_ROOT")
+    typed = ("OMPI_MINE", "PMI_MINE", "I_MPI_MINE", "SLURM_MINE")
+    options = [word for name in typed for word in ("-x", f"{name}=1")]
+    job = (*place.where(2), *options, program("variables.py"), *names, *typed)
+    env = dict.fromkeys(names, "1")
+    done = place.run("launch", "--log-ranks", "all", *job, env=env, mpi=mpi).assert_ok()
+    assert [rank["found"] for rank in done.records] == [env | dict.fromkeys(typed, "1")] * 2
 
 
 def test_the_options_of_a_hostfile(hosts):
@@ -147,7 +162,7 @@ def test_the_same_environment_on_all_ranks(hosts):
     """Ranks beside the launcher have no variable that those of other hosts lack."""
     env = {"CUDA_LAUNCH_BLOCKING": "1", "MODE": "fast", "HF_TOKEN": "x", "PEFT_MODE": "x"}
     of_places = {"SLURMD_NODENAME": "x", "PE": "x", "SKYPILOT_NODE_RANK": "0"}
-    env |= {"SLURM_JOB_ID": "7", "SGE_TASK_ID": "3", "TERM": "xterm"}
+    env |= {"SLURM_JOB_ID": "7", "SGE_TASK_ID": "3", "SKYPILOT_NUM_NODES": "1", "TERM": "xterm"}
     done = hosts.run("launch", *hosts.where(2), hosts.script(SEEN), env=env | of_places).assert_ok()
     first, second = ({*rank["names"]} for rank in done.records)
     different = {name for name in first ^ second if not re.fullmatch(OF_A_RANK, name)}

@@ -1,8 +1,8 @@
 """The environment variables of the ranks: those of the launcher, those that the user names, and our own.
 
-As under torchrun, a rank has every variable of its launcher, except the variables that a login, a host, a
-scheduler or an MPI sets. On several hosts they travel over ssh (`mpiddp.hosts.private`), so that no command
-line shows a value.
+As under torchrun, a rank has every variable of its launcher, except those that a login, a host, or the
+scheduler of this job sets, and those that its mpirun has set for the rank. On several hosts they travel over
+ssh (`mpiddp.hosts.private`), so that no command line shows a value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError, named_by
+from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.gpus import for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
@@ -28,17 +29,12 @@ _OF_A_HOST = re.compile(
     "|(HOST|HOSTNAME|DISPLAY|XAUTHORITY|KRB5CCNAME|PYTHON(HOME|EXECUTABLE|PLATLIBDIR|STARTUP))$"
     "|LC_|SSH_|XDG_|DBUS_"
 )
-# The user's settings of an MPI. The MPI itself passes them on.
+# Settings of an MPI, which its mpirun may read.
 _OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
-# Variables that a scheduler sets. Scripts use the ids of its job among them as names of runs and as seeds.
-_OF_A_SCHEDULER = re.compile(
-    "(SLURMD?|PBS|LSB|LSF|LS|EGO|FLUX|SGE)_|SKYPILOT_NODE_RANK$"
-    "|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_(ID|NAME|SCRIPT))$"
-)
+# Variables of a scheduler that scripts use as names of runs and as seeds.
 _OF_A_JOB = re.compile(
     "((SLURM_)?JOB_(ID|NAME)|SLURM_ARRAY_(JOB|TASK)_ID|PBS_(JOBID|ARRAY_INDEX)|LSB_JOB(ID|INDEX)|SGE_TASK_ID)$"
 )
-_PLACES = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
 # An agent's Python may need these variables before it can read the others.
 _TO_START = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", JOB, PRIVATE)
 
@@ -52,12 +48,18 @@ def forwarded(env: Mapping[str, str]) -> dict[str, str]:
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
+    places = [_OF_A_HOST, *_of_schedulers(env)]
     return {
         name: value
         for name, value in env.items()
-        if (_OF_A_JOB.match(name) or not any(place.match(name) for place in _PLACES))
+        if (_OF_A_JOB.match(name) or not any(place.match(name) for place in places))
         and not is_of_one_host(name, value)
     }
+
+
+def _of_schedulers(env: Mapping[str, str]) -> list[re.Pattern[str]]:
+    """The variables of the schedulers that are present. Without Flux, FLUX_DEV is a user's variable."""
+    return [re.compile(row.sets) for row in SCHEDULERS if row.is_present(env)]
 
 
 def to_start(variables: Mapping[str, str]) -> dict[str, str]:
@@ -71,7 +73,7 @@ def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
     Hydra sends its whole environment to the hosts in clear text, and the ranks on mpirun's own host inherit
     it under any MPI. If a scheduler's program reaches the hosts, it needs the scheduler's variables.
     """
-    needed = [_OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else [_OF_A_SCHEDULER])]
+    needed = [_OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else _of_schedulers(env))]
     return {
         name: value
         for name, value in env.items()

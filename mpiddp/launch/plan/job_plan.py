@@ -289,6 +289,7 @@ def _variables(options: LaunchOptions, starter: Starter, request: Request) -> di
         names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         names.LOG_DIR: options.log_dir,
         names.LOG_TO: shlex.join(options.log_to),
+        names.EXPORTED: ",".join(exports),
         "MASTER_ADDR": options.master_addr,
     }
     return {**library, **exports, **{name: value for name, value in ours.items() if value}}

@@ -148,13 +148,26 @@ PASSED = (
 )
 OF_A_PLACE = (
     *("HOME", "USER", "PYTHONHOME", "PWD", "SSH_AUTH_SOCK", "LANG", "LC_ALL", "TMPDIR", "HOSTNAME"),
-    *("OMPI_MCA_btl", "SLURM_PROCID", "SLURMD_NODENAME", "PBS_NODEFILE", "PE", "FLUX_URI"),
+    *("SLURM_PROCID", "SLURMD_NODENAME", "PBS_NODEFILE", "PE", "FLUX_URI"),
+)
+# They belong to a scheduler only where it is present.
+OF_A_USER = (
+    "OMPI_MCA_btl",
+    "FLUX_DEV",
+    "QUEUE",
+    "LS_API_KEY",
+    "PBS_ROOT",
+    "SLURM_USER_TOKEN",
+    "ARC",
 )
 
 
 def test_every_variable_reaches_the_ranks_but_those_of_a_place():
     env = dict.fromkeys((*PASSED, *OF_A_PLACE), "1")
     assert forwarded(env | {"CUDA_VISIBLE_DEVICES": "1"}) == dict.fromkeys(PASSED, "1")
+    users = dict.fromkeys(OF_A_USER, "1")
+    assert forwarded(users) == users
+    assert forwarded(users | {"FLUX_URI": "1"}).keys() == users.keys() - {"FLUX_DEV"}
 
 
 def test_gpus_that_an_option_chooses():
