@@ -77,6 +77,7 @@ UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection be
 UNIX = "unix:"  # the prefix of an address that is a path
 
 _PROBES = 100  # of a silent host, before the kernel ends a connection; at most 127
+_LONGEST_INTERVAL_S, _LONGEST_MS = 32_767, 2**31 - 1  # that the kernel accepts
 # The bytes of the kernel's struct tcp_info up to tcpi_last_data_recv and tcpi_last_ack_recv.
 _TCP_INFO = 60
 
@@ -325,6 +326,11 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
     )
 
 
+def probe_interval_s(patience_s: float) -> int:
+    """The seconds between two of the probes with which the kernel waits for so long, as far as it can."""
+    return min(math.ceil(patience_s / _PROBES), _LONGEST_INTERVAL_S)
+
+
 def notice_silence(
     connection: socket.socket, patience_s: float, *, is_read_slowly: bool = False
 ) -> None:
@@ -338,13 +344,16 @@ def notice_silence(
     """
     if connection.family == socket.AF_UNIX:
         return
-    interval_s = math.ceil(patience_s / _PROBES)
+    interval_s = probe_interval_s(patience_s)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, interval_s),
         (socket.TCP_KEEPINTVL, interval_s),
         (socket.TCP_KEEPCNT, _PROBES),
-        (socket.TCP_USER_TIMEOUT, 0 if is_read_slowly else round(patience_s * 1000)),
+        (
+            socket.TCP_USER_TIMEOUT,
+            0 if is_read_slowly else min(round(patience_s * 1000), _LONGEST_MS),
+        ),
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -418,18 +418,40 @@ def test_an_outage(hosts):
     check_steps(hosts, job)
 
 
-def test_an_outage_of_the_job_channel(hosts):
+@pytest.mark.parametrize("has_steps", [True, False], ids=["steps", "collectives alone"])
+def test_an_outage_of_the_job_channel(hosts, has_steps):
     """As long as the steps go on, no host is lost: tensors may have another network than the launcher."""
     options = ("--lost-after", "5s", *hosts.where(2))
-    job = hosts.start("launch", *options, hosts.script(STEPS), hosts.folder).until("step 9 ")
+    script = hosts.script(STEPS if has_steps else STEPS.replace("mpiddp.should_stop()", "pass"))
+    job = hosts.start("launch", *options, script, hosts.folder).until("step 9 ")
     (port,) = re.search(r"step 9 \S+:(\d+)\n", job.stdout).groups()
     with faults.dropped_port(hosts["node1"], port):
-        until = time.monotonic() + 20  # a rank that made no steps would end after 10 s
+        # An agent whose script makes no steps would end after 10 s.
+        until = time.monotonic() + (20 if has_steps else 8)
         while time.monotonic() < until:
             more_steps(job)
         before = job.stderr
     eventually(lambda: job.stderr != before)  # TCP may wait as long as the outage has lasted
     check_steps(hosts, job)
+
+
+def test_an_outage_of_the_launcher(hosts):
+    """If a launcher without ranks hears none of several hosts, its own link is down, and the job goes on."""
+    options = ("--lost-after", "5s", "-H", "node1:1,node2:1")
+    job = hosts.start("launch", *options, hosts.script(STEPS), hosts.folder).until("step 9 ")
+    with faults.unreachable(hosts["node0"]):
+        job.until(
+            "no host of the job has answered for 5 s, so the network of this one may be down."
+        )
+        time.sleep(8)
+    check_steps(hosts, job, said=1)
+
+
+@pytest.mark.parametrize("time_of_silence", ["60h", "never"])
+def test_the_longest_silence(hosts, time_of_silence):
+    """--lost-after takes any time, although the kernel knows none of more than 25 days, and `never`."""
+    options = ("--lost-after", time_of_silence, *hosts.where(2))
+    hosts.run("launch", *options, program("identity.py")).assert_ok()
 
 
 # Rank 0 prints its steps, with the address of the job channel, and rank 1 prints them on stderr.
@@ -454,12 +476,12 @@ def more_steps(job):
     job.until("step ", times=(job.stdout + job.stderr).count("step ") + 1)
 
 
-def check_steps(hosts, job):
-    """The job makes more steps, and ends with code 0 and all of its output."""
+def check_steps(hosts, job, said=0):
+    """The job makes more steps, and ends with code 0 and all of its output, and so many sentences."""
     more_steps(job)
     (hosts.folder / "finish").touch()
     done = job.wait().assert_ok()
-    assert done.said == []
+    assert len(done.said) == said
     steps = re.findall(r"step (\d+) ", done.stdout)
     assert steps == re.findall(r"step (\d+) ", done.stderr) == [*map(str, range(1, len(steps) + 1))]
 

@@ -6,6 +6,7 @@ import operator
 import os
 import re
 import signal
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,42 @@ def test_max_restarts(here, succeeds_at, starts, code):
     assert done.lines == ["3 [] None", *[f"2 ['--resume', 'a b'] {announced}"] * (starts - 1)]
     assert f"(restart {starts - 1} of 2)." in done.stderr
     assert "2 ranks instead of 3; the global batch stays at 12." in done.said
+
+
+ENDS_LATE = """
+import os, time
+time.sleep(max(0, float(os.environ["SLURM_JOB_END_TIME"]) - time.time()))
+raise ValueError("the batch is empty")
+"""
+
+
+def test_no_time_for_a_restart(here):
+    """If no time is left before the scheduler's limit, the failure of the job is its end, with code 1."""
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 4)}
+    job = (*here.where(1), "--max-restarts", "9", "--report", "r", here.script(ENDS_LATE))
+    done = here.run("launch", *job, env=env).assert_code(1)
+    why, verdict = done.said
+    assert why == "the job is not restarted, because the time limit of Slurm is near."
+    assert verdict.startswith(
+        f"rank 0 on {here.hosts[0]} failed first: ValueError: the batch is empty"
+    )
+    assert json.loads((here.folder / "r").read_text())["error"] == verdict
+
+
+READS = """
+import os, sys
+print(sys.stdin.readline().strip(), flush=True)
+assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+"""
+
+
+@pytest.mark.parametrize("stdin", ["1\n2\n", ""])
+def test_stdin_at_a_restart(here, stdin):
+    """A restart does not repeat the input that rank 0 has read from a file or a pipe, which a line says."""
+    job = (*here.where(1), "--max-restarts", "1", here.script(READS))
+    done = here.run("launch", *job, stdin=stdin).assert_ok()
+    lost = "rank 0 has read input of stdin, which the restart does not repeat."
+    assert done.said.count(lost) == bool(stdin)
 
 
 def test_a_stop_before_a_restart(here):

@@ -130,6 +130,18 @@ def test_what_crosses_the_network(hosts, mpi):
     assert not folder.exists()
 
 
+def test_what_a_refused_start_leaves(hosts):
+    """If a rank refuses its options before it has met the others, no host keeps their variables."""
+    node1 = hosts["node1"]  # real hosts do not share /tmp
+    node1.run(["mount", "-t", "tmpfs", "tmpfs", "/tmp"], check=True)
+    try:
+        job = (*hosts.where(2), "--log-dir=/proc/none", program("variables.py"))
+        hosts.run("launch", *job).assert_refused("--log-dir /proc/none: No such file")
+        assert [*node1.path("/tmp").glob("mpiddp-private-*")] == []
+    finally:
+        node1.run(["umount", "/tmp"], check=True)
+
+
 @pytest.mark.parametrize("locale", ["zh_CN.GBK", "ja_JP.EUC-JP"])
 def test_a_locale_that_is_not_utf_8(hosts, locale):
     """In a locale such as GBK or EUC-JP, a job runs on several hosts, and the doctor checks them."""

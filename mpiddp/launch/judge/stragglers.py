@@ -56,7 +56,8 @@ def find_stragglers(
     if len(times) < _LEAST_CALLS:
         return {"ranks": [], "share": 0.0} if now >= since + _LONGEST_WINDOW_S else None
     began = before or min(times)
-    length = max(times) - began
+    if (length := max(times) - began) <= 0:  # the latest call of another group ended it
+        return {"ranks": [], "share": 0.0}
     shares = {rank: _covered(spans, began) / length for rank, spans in gaps.items()}
     largest = max(shares.values(), default=0.0)
     slow = [rank for rank, share in shares.items() if share > largest / 3]

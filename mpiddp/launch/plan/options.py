@@ -6,7 +6,6 @@ Each field of that record has its spellings and its help: mpiddp launch --help-a
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import shlex
@@ -26,11 +25,12 @@ from mpiddp.launch.plan.environment import parse_exports, read_env_file, without
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.terminal import Terminal
-from mpiddp.text import shown
+from mpiddp.text import MAX_DURATION_DAYS, shown
 
 _HIDDEN = argparse.SUPPRESS
 # torchrun's words for one rank per GPU. Slots mean the same by default.
 _BY_GPU = ("gpu", "auto")
+_NEVER = f"{24 * MAX_DURATION_DAYS}h"
 _RANK = "(0|[1-9][0-9]{0,8})"
 # Options of torchrun that are accepted on one host, where they change nothing.
 _OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
@@ -59,7 +59,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "H": whole(1),
     "K": whole(0),
     "TIME": duration,
-    "TIME|never": lambda text: math.inf if text in ("never", "inf") else duration(text),
+    "TIME|never": lambda text: duration(_NEVER if text in ("never", "inf") else text),
     "RANKS": _ranks,
     "COMMAND": shell_command,
     "ARGS": _mpi_args,
@@ -138,7 +138,7 @@ class LaunchOptions:
         "wait up to this long until all names resolve and all hosts answer (default: not at all)")
     login_s: float = option(SSH.login_s, "--login-timeout TIME",
         "time that a login over ssh may take (default: 15 s)")
-    lost_s: float = option(names.LOST_AFTER_S, "--lost-after TIME",
+    lost_s: float = option(names.LOST_AFTER_S, "--lost-after TIME|never",
         "a host that is silent for this long is lost, unless the steps of the other ranks go on "
         "(default: 45 s)")
     timeout_s: float | None = option(None, "--timeout TIME",

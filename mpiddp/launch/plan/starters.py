@@ -8,7 +8,6 @@ the mpirun in use. Measured with Open MPI 4.1.8 and 5.0.11, MPICH 5.0.2 and Inte
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -25,6 +24,7 @@ from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.facts import VERSION_S, program_version
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch.plan.command import Command, Request, Starter
+from mpiddp.protocol.channel import probe_interval_s
 from mpiddp.text import shown
 
 # The reasons that several starters give for their flags.
@@ -97,7 +97,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         # of 6,300 with separate folders.
         command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
     has_agent = not preset.isdisjoint(("plm_rsh_agent", "plm_ssh_agent"))
-    interval_s = str(math.ceil(request.hosts.transport.silence_s / 100))
+    interval_s = str(probe_interval_s(request.hosts.transport.silence_s))
     agent, why_agent = ("", "") if has_agent else _agent(request.hosts, command)
     # A row has an option, a name, a value, whether this job needs the parameter, and the reason. The first
     # three rows keep Open MPI from following a scheduler's variables; it ignores components that it lacks.

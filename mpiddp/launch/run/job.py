@@ -87,6 +87,10 @@ class Job:
         self.lost_stream = ""  # the name of a stream that could not be written as a whole
         self.at_fault = ""  # the host that ended the latest attempt, by its key
         self.grown_from: Plan | None = None  # until a job on more hosts makes a step
+        self.has_time = (
+            True  # whether --stop-after or the scheduler leaves time for another attempt
+        )
+        self.has_input = False  # whether rank 0 has got input that is not repeated
 
     def close(self) -> None:
         """End the agents that wait for an attempt."""
@@ -103,6 +107,7 @@ class Job:
             outcome = attempt.run()
             self.waiting = attempt if attempt.record.phase is Phase.HELD else None
             self.lost_stream = self.lost_stream or attempt.output.lost_stream
+            self.has_input |= attempt.output.has_input
         except KeyboardInterrupt:  # before mpirun has started
             outcome = _INTERRUPTED if past.attempts else Outcome(INTERRUPTED, "interrupted.")
         except (UserError, JobFailed) as error:
@@ -151,14 +156,25 @@ class Job:
                     raise cut_off from None
 
     def next_move(self, latest: Outcome) -> Move:
-        if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):
+        if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED) or not self.has_time:
             return Move.END
         if latest.stop is Stop.TO_GROW:
             return Move.GROW
         if self.grown_from and latest.code in (FAILED, BAD_INPUT):
             return Move.SHRINK
-        is_left = latest.code == FAILED and self.past.failures < self.options.max_restarts
-        return Move.RESTART if is_left else Move.END
+        if latest.code != FAILED or self.past.failures >= self.options.max_restarts:
+            return Move.END
+        self.failures_in_a_row = 1 if latest.made_steps else self.failures_in_a_row + 1
+        if time.monotonic() + self._pause_s >= self.launcher.stop_at:
+            log.error(str(_NoTime(self.launcher)))
+            return Move.END
+        return Move.RESTART
+
+    @property
+    def _pause_s(self) -> float:
+        """The pause before a restart. The first one begins at once."""
+        doubled = _FIRST_PAUSE_S * 2 ** min(self.failures_in_a_row - 2, 10)
+        return min(doubled, _LONGEST_PAUSE_S) if self.failures_in_a_row > 1 else 0.0
 
     def go_on(self, move: Move, latest: Outcome) -> Outcome:
         """Make the next attempt, as the move says. Returns its outcome, or why it has not begun."""
@@ -170,10 +186,7 @@ class Job:
             self.past = self.past._replace(grows=self.past.grows and move is Move.RESTART)
         if move is Move.RESTART:
             self.past = self.past._replace(failures=self.past.failures + 1)
-            self.failures_in_a_row = 1 if latest.made_steps else self.failures_in_a_row + 1
-            if self.failures_in_a_row > 1:  # the first restart begins at once
-                doubled = _FIRST_PAUSE_S * 2 ** min(self.failures_in_a_row - 2, 10)
-                pause_s = min(doubled, _LONGEST_PAUSE_S)
+            pause_s = self._pause_s
             count = f" (restart {self.past.failures} of {self.options.max_restarts})"
         try:
             if move is Move.SHRINK and self.grown_from is not None:
@@ -182,6 +195,11 @@ class Job:
                 self.plan = self._plan_again(pause_s)
         except KeyboardInterrupt:
             return interrupted
+        except _NoTime as error:
+            self.has_time = False
+            if interrupted is _STOPPED:
+                return _STOPPED
+            return latest._replace(sentence=str(error), known_cause="")
         except (UserError, JobFailed) as error:
             if move is Move.RESTART:  # a host may be usable after the next pause
                 return Outcome(FAILED, str(error))
@@ -192,6 +210,8 @@ class Job:
         elif move is Move.GROW:  # each search in vain costs a stop and a start
             self.past = self.past._replace(grows=False)
             log.info("the job has not grown. From now on, hosts join only at a restart.")
+        if self.has_input:
+            log.error("rank 0 has read input of stdin, which the restart does not repeat.")
         log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
         if announced.global_batch_size is not None and hosts.world_size != announced.world_size:
             ranks = f"{counted(hosts.world_size, 'rank')} instead of {announced.world_size}"
@@ -202,7 +222,7 @@ class Job:
         """The plan for the hosts that are listed and usable after a pause.
 
         If the list has an error, the hosts of the latest attempt stay listed. Raises KeyboardInterrupt if the
-        user stops the job meanwhile, and UserError or JobFailed if there is no plan.
+        user stops the job meanwhile, and UserError or JobFailed if there is no plan, or no time.
         """
         self._heed_stop(pause_s)
         forget_addresses()
@@ -233,13 +253,22 @@ class Job:
         return not (complaints or is_doubted or size > (most or size))
 
     def _heed_stop(self, within_s: float = 0.0) -> None:
-        """Raise KeyboardInterrupt if a signal or --stop-after requests a stop, now or in `within_s`."""
-        signals, stop_at = self.launcher.signals, self.launcher.stop_at
-        until = min(time.monotonic() + within_s, stop_at)
+        """Raise KeyboardInterrupt if a signal requests a stop in these seconds, and _NoTime if they lack."""
+        signals, until = self.launcher.signals, time.monotonic() + within_s
+        if until >= self.launcher.stop_at:
+            raise _NoTime(self.launcher)
         while self.waiting is not None and not signals.has_stop() and time.monotonic() < until:
             self.waiting.wait(until)  # viewers may ask
-        if signals.has_stop(until - time.monotonic()) or until == stop_at:
+        if signals.has_stop(until - time.monotonic()):
             raise KeyboardInterrupt
+
+
+class _NoTime(JobFailed):
+    """No time is left for another attempt."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        why = launcher.why_stop.replace(STOP_AFTER, f"the time of {STOP_AFTER} is over")
+        super().__init__(f"the job is not restarted, because {why}.")
 
 
 _INTERRUPTED = Outcome(INTERRUPTED, "interrupted before a restart.")

@@ -104,6 +104,7 @@ class JobOutput:
         self._blocked: set[Screen] = set()  # the screens whose readers have not taken all text
         self.blocked_since: float | None = None  # by time.monotonic()
         self._input: socket.socket | None = None  # leads to rank 0, and another thread writes it
+        self.has_input = False  # whether rank 0 has got bytes of a file or a pipe
         self._manners = Manners.of(0) if os.isatty(0) else None  # of the launcher's own terminal
         self._selector = selector
         self._readable = select.epoll()  # all streams; the selector sees them as one file
@@ -121,12 +122,29 @@ class JobOutput:
         self._register(_Stream(rank=rank, prefix=prefix, file=connection, number=stream))
 
     def send_stdin(self, connection: socket.socket) -> None:
-        """Send stdin to rank 0, which reads this connection. The next attempt continues at the same byte."""
+        """Send stdin to rank 0, which reads this connection. Later attempts get what is left of it."""
         if self._options.stdin == "none":
             connection.close()
             return
         self._input = connection
-        threading.Thread(target=_send_stdin, args=(connection,), daemon=True).start()
+        threading.Thread(target=self._send_stdin, args=(connection,), daemon=True).start()
+
+    def _send_stdin(self, connection: socket.socket) -> None:
+        poll, is_terminal = select.poll(), os.isatty(0)
+        poll.register(connection, select.POLLIN)
+        poll.register(0, select.POLLIN)
+        with connection, suppress(OSError):  # the rank has ended, or the terminal is gone
+            connection.setblocking(True)
+            while connection.fileno() not in dict(poll.poll()):
+                if _is_in_background():
+                    time.sleep(_BACKGROUND_S)
+                elif chunk := os.read(0, _CHUNK):
+                    self.has_input |= not is_terminal
+                    connection.sendall(chunk)
+                elif is_terminal:  # Ctrl-D ends one input, and another may follow
+                    connection.sendall(_CTRL_D)
+                else:
+                    return
 
     def follow(self, manners: Manners | None) -> None:
         """Set the terminal of stdin as rank 0's script has set its own, for example to ask for a password."""
@@ -285,23 +303,6 @@ class JobOutput:
         for screen in set(self._screens.values()):
             screen.close()
         self._readable.close()
-
-
-def _send_stdin(connection: socket.socket) -> None:
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    poll.register(0, select.POLLIN)
-    with connection, suppress(OSError):  # the rank has ended, or the terminal is gone
-        connection.setblocking(True)
-        while connection.fileno() not in dict(poll.poll()):
-            if _is_in_background():
-                time.sleep(_BACKGROUND_S)
-            elif chunk := os.read(0, _CHUNK):
-                connection.sendall(chunk)
-            elif os.isatty(0):  # Ctrl-D ends one input, and another may follow
-                connection.sendall(_CTRL_D)
-            else:
-                return
 
 
 def _is_in_background() -> bool:

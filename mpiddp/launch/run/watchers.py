@@ -32,7 +32,7 @@ from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.group import Peer
 from mpiddp.protocol.server import Event
 from mpiddp.protocol.terminal import Manners
-from mpiddp.protocol.variables import JOIN_TIMEOUT_S, SAVE_GRACE_S
+from mpiddp.protocol.variables import JOIN_TIMEOUT_S, PATIENCE, SAVE_GRACE_S
 
 START_TIMEOUT_S = 120.0  # for the first rank to start, and then to join: disk caches may be cold
 PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hosts still answer
@@ -152,19 +152,28 @@ class LateStart(Watcher):
 
 
 class SilentHosts(Watcher):
-    """Give up the ranks of hosts that have been silent for --lost-after."""
+    """Give up the ranks of hosts that have been silent for --lost-after.
+
+    As long as other ranks make steps with collectives, which need all ranks, no rank is lost: only the
+    network of the job channel is broken. If the launcher hears none of several hosts, its own network is.
+    """
 
     def look(self, now: float) -> None:
-        record, lost_s = self.record, self.server.lost_s
-        silence = self.server.silence()
+        record, lost_s, silence = self.record, self.server.lost_s, self.server.silence()
+        if max(silence.values(), default=0.0) > lost_s / 2:
+            self.server.ask(self.server.scripts, "calls")  # whether the steps go on
         heard = {record.hosts[rank] for rank, silent_s in silence.items() if silent_s <= lost_s}
         silent = {rank: silence[rank] for rank in silence if record.hosts[rank] not in heard}
-        steps = {rank: event.at for rank, event in record.latest["progress"].items()}
-        # As long as other ranks make steps with collectives, which need all ranks, no rank is lost: only the
-        # network of the job channel is broken.
-        has_collectives = any(record.called_at.values())
-        times = [*steps.items(), *record.called_at.items()] if silent and has_collectives else []
-        if not any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard):
+        here = {record.hosts[rank] for rank in record.fact("began", "here")}
+        if not heard - here and len({record.hosts[rank] for rank in silent} - here) > 1:
+            patience_s = PATIENCE * lost_s
+            what = f"no host of the job has answered for {lost_s:g} s, so the network of this one may be down"
+            self.output.log(
+                f"{what}. Waiting for up to {patience_s:g} s.", "no host", is_error=True
+            )
+            silent = {rank: silent_s for rank, silent_s in silent.items() if silent_s > patience_s}
+        others = [rank for rank in range(record.world_size) if record.hosts[rank] in heard]
+        if silent and not any(now - record.needed_at(rank, silent) <= lost_s for rank in others):
             for event in self.server.lose_silent(silent):
                 self.attempt.on_event(event)
 
