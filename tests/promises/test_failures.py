@@ -1,5 +1,6 @@
 """Failures: one line names the rank that failed first, and no process is left."""
 
+import json
 import os
 import re
 import shlex
@@ -689,6 +690,70 @@ def test_an_orphan_without_its_variables(hosts):
     hosts.kill(agent)
     job.wait().assert_code(1)
     eventually(lambda: not hosts.processes(hidden))
+
+
+# --- a fault of the launcher itself ---
+
+
+# A real launch, in which a part of the launcher raises an error from the first step on.
+LAUNCH_THAT_FAILS = """
+import sys
+from mpiddp.launch.main import main
+from mpiddp.launch.run import {module} as module
+part = module.{part}
+before = getattr(part, {method!r})
+def fails(self, *args):
+    if self.record.paces:
+        raise LookupError("no such rank")
+    return before(self, *args)
+setattr(part, {method!r}, fails)
+sys.exit(main(sys.argv[1:]))
+"""
+THIRTY_STEPS = """
+import sys, time, mpiddp
+for step in range(30):
+    mpiddp.progress(step)
+    print(f"step {step}", flush=True)
+    time.sleep(0.1)
+"""
+
+
+def failing_launch(place, module, part, method, *options):
+    code = LAUNCH_THAT_FAILS.format(module=module, part=part, method=method)
+    driver = place.script(code, "driver.py")
+    job = (*place.where(2), *options, place.script(THIRTY_STEPS))
+    return place.run(sys.executable, driver, *job)
+
+
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [
+        ("Stragglers", "look"),
+        ("Hangs", "on_event"),
+        ("GraceTime", "look"),
+        ("RecordFile", "on_event"),
+    ],
+)
+def test_a_watcher_that_fails(here, part, method):
+    """What only looks on cannot end a job: it is dropped, which one line says, and the job goes on."""
+    done = failing_launch(here, "watchers", part, method).assert_ok()
+    failed = f"the launcher's {part} has failed (LookupError: no such rank (driver.py:9))."
+    assert done.said == [f"{failed} The job goes on without it."]
+    assert done.lines[-1] == "step 29"
+
+
+def test_a_launcher_that_fails(hosts):
+    """Whatever ends the launcher, the report says so, --on-end runs, and no process of the job is left."""
+    on_end = hosts.script("open('ended', 'a').write('x')", "on_end.py")
+    end = ("--report", "report.json", "--on-end", shlex.join([sys.executable, on_end]))
+    done = failing_launch(hosts, "attempt", "Attempt", "look", *end).assert_code(1)
+    sentence = "the launcher itself has failed: LookupError: no such rank (driver.py:9)."
+    assert sentence in done.said
+    assert "Traceback" in done.stderr
+    report = json.loads((hosts.folder / "report.json").read_text())
+    assert (report["cause"], report["error"]) == ("failed", sentence)
+    assert (hosts.folder / "ended").read_text() == "x"
+    eventually(lambda: not hosts.processes())
 
 
 # --- any command, and no launcher ---
