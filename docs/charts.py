@@ -1,4 +1,4 @@
-"""Draw the charts of README.md from the tables of docs/evidence/performance.md.
+"""Draw the charts of docs/evidence/performance.md from its tables.
 
 python -m docs.charts     # writes docs/pictures/start.svg and restart.svg
 """

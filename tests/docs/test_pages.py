@@ -125,8 +125,9 @@ def test_the_readme_says_what_was_measured():
 
 def test_the_readme_begins_with_the_two_commands_of_a_fresh_clone():
     """Each on a line of its own, on the first screen. The checks of a change run the second one."""
-    screen = (ROOT / "README.md").read_text().splitlines()[:24]
-    assert screen.index("./run.sh") < screen.index("./run.sh test")
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines[:30].index("./run.sh") < lines[:30].index("./run.sh test")
+    assert len(lines) <= 60
     assert re.search(r"^limited \d+ ./run.sh test all ", (ROOT / ".ci/run").read_text(), re.M)
 
 
@@ -328,6 +329,16 @@ def wrong_options(words: list[str]) -> list[str]:
 def unknown(words: list[str], known: frozenset[str]) -> list[str]:
     found = [word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)]
     return [flag for flag in found if flag.replace("_", "-") not in known and flag not in known]
+
+
+@pytest.mark.parametrize("page", ["README", "docs/get-started", "docs/migration"])
+def test_no_command_of_a_first_page_scrolls(page):
+    """A comment stands above its command. Of README, no output scrolls, either."""
+    code = [
+        block for block in blocks(ROOT / f"{page}.md") if block.kind == "sh" or page == "README"
+    ]
+    lines = [line for block in code for line in block.text.splitlines()]
+    assert [line for line in lines if len(line) > 78 or re.search(r"^[^#].* # ", line)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

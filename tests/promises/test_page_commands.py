@@ -62,7 +62,7 @@ def test_a_logged_job_ends_with_the_exit_code_of_the_job(tmp_path):
     logged = [
         line for text in texts for line in re.findall(r"mpiddp launch[^\n`#]*\| tee[^\n`#]*", text)
     ]
-    assert len(logged) >= 2
+    assert logged
     for text in texts:
         assert not re.search(r"\| tee", text) or "set -o pipefail" in text
     for line in logged:
@@ -163,10 +163,10 @@ def lines_of(done: Done) -> list[str]:
 
 
 def test_one_failure_on_four_ranks(here: Here):
-    """If one of four ranks raises an exception, README.md says how many lines mpiddp and torchrun print."""
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    ours = re.search(r"you read (\d+) lines with (\d+) traceback\.", readme)
-    theirs = re.search(r"torchrun prints about (\d+) lines with (\d+),", readme)
+    """A page says how many lines mpiddp and torchrun print if one of four ranks raises an exception."""
+    page = " ".join((ROOT / "docs/migration.md").read_text().split())
+    ours = re.search(r"you read (\d+) lines with (\d+) traceback\.", page)
+    theirs = re.search(r"torchrun prints about (\d+) lines with (\d+),", page)
     script = here.script(FAILS)
     done = here.run("launch", "-H", "localhost:4", script, env=AS_USERS)
     carets = sys.version_info >= (3, 11)  # a line of the traceback
@@ -175,7 +175,7 @@ def test_one_failure_on_four_ranks(here: Here):
     lines, tracebacks = counted(torchrun)
     # The victims that are quick enough print a traceback, of about 13 lines, before torchrun ends them.
     about_lines, about_tracebacks = map(int, theirs.groups())
-    assert abs(lines - about_lines) < 40, torchrun.stderr
+    assert about_lines / 2 < lines < 1.5 * about_lines, torchrun.stderr
     assert abs(tracebacks - about_tracebacks) <= 2, torchrun.stderr
 
 
