@@ -70,12 +70,17 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
     return dict(below)
 
 
+def arguments_of(pid: int) -> bytes:
+    """The arguments of a process, each with a zero byte; b"" if it has none, or has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def command_of(pid: int) -> str:
     """The beginning of a process's command line; "" if it has none, or has ended."""
-    with suppress(OSError):
-        line = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
-        return line.decode(errors="replace")[:_LONGEST_COMMAND]
-    return ""
+    line = arguments_of(pid).rstrip(b"\0").replace(b"\0", b" ")
+    return line.decode(errors="replace")[:_LONGEST_COMMAND]
 
 
 def state_of(pid: int) -> str:

@@ -81,7 +81,8 @@ def reserve(listener: socket.socket) -> None:
     This holds for all copies of the socket. `listen` makes it a listener again.
     """
     address = listener.getsockname()
-    listener.shutdown(socket.SHUT_RD)
+    with suppress(OSError):  # it does not listen
+        listener.shutdown(socket.SHUT_RD)
     with suppress(OSError):  # it is bound, unless the kernel has chosen the port
         listener.bind(address)
 

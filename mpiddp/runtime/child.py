@@ -16,7 +16,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -40,7 +39,6 @@ _START = (
     "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; "
     "from mpiddp.runtime.script import main; main()"
 )
-_WHOLE = f"{sys.executable} -c {_START}"  # the command line of a script's process
 # The signals that a rank passes on to its script or its command.
 PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
@@ -84,6 +82,7 @@ class Child:
         # The kernel's kills for lack of memory in this control group, before the child could cause one.
         self._kills_before: processes.OomKills | None = None
         self.has_begun = False  # its Python has been told to run the script
+        self._arguments = b""  # of its process, once it has begun
 
     @property
     def runs(self) -> bool:
@@ -181,7 +180,7 @@ class Child:
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
         self.forget_kills()
-        self.has_begun = True
+        self.has_begun, self._arguments = True, processes.arguments_of(self.pid)
         args = rank.program.args[len(self._rank.program.args) :]
         env, mpi = {**rank.attempt_variables, **variables}, mpi_environment(rank.variables)
         self.tell({"type": "go", "variables": env, "args": args, "mpi": mpi}, files)
@@ -272,11 +271,10 @@ class Child:
             time.sleep(_WRITTEN_S)
         if left:
             commands = {pid: processes.command_of(pid) or name for pid, name in left.items()}
-            # A fork has the command line of its script's process, which names no script.
-            forks = {
-                pid: "a fork of the script" for pid in left if _WHOLE.startswith(commands[pid])
-            }
-            names = [f"pid {pid} ({name})" for pid, name in (commands | forks).items()]
+            # A fork has the arguments of its script's process, which name no script.
+            forks = [pid for pid in left if processes.arguments_of(pid) == self._arguments]
+            commands |= dict.fromkeys(forks, "a fork of the script")
+            names = [f"pid {pid} ({name})" for pid, name in commands.items()]
             self.outputs[-1].say(f"ended what the script has left behind: {', '.join(names)}.")
 
     def close(self) -> None:
@@ -287,13 +285,11 @@ class Child:
     def saves(self) -> bool:
         return bool(self.messages.get("saving", {}).get("active"))
 
-    @property
-    def has_children(self) -> bool:
-        """Whether the process has started another one that runs, as far as the kernel tells."""
-        threads = Path(f"/proc/{self.pid}/task").glob("*/children")
-        with contextlib.suppress(OSError):  # it has just ended
-            return any(thread.read_bytes() for thread in threads)
-        return False
+    def is_replaced(self) -> bool:
+        """Whether the script has replaced itself by another program, and not only closed all files."""
+        is_silent = self.control is None and self.runs and self.has_begun
+        # One that has just ended has no arguments.
+        return is_silent and processes.arguments_of(self.pid) not in (b"", self._arguments)
 
     def discard(self) -> None:
         self.pass_on(signal.SIGKILL)
@@ -321,8 +317,7 @@ class Child:
 def _cleans_up(pid: int) -> bool:
     """Whether this is a process of multiprocessing, or torch, that cleans up after those it serves."""
     with contextlib.suppress(OSError):  # it has ended
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return any(name in command for name in _CLEAN_UP)
+        return any(name in processes.arguments_of(pid) for name in _CLEAN_UP)
     return False
 
 

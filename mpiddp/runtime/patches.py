@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -162,27 +163,43 @@ def store_of_job(session: Session) -> None:
     its own: under those of an earlier group, a rank may read an address at which nobody listens any more.
     The groups of each size have numbers of their own, because only some ranks may form a smaller group.
     """
-    module: Any = sys.modules.get("torch.distributed.rendezvous")
-    if (make := getattr(module, "TCPStore", None)) is None:
+    import torch.distributed as dist
+
+    if (of_job := session.store) is None or not dist.is_available():
         return
-    from torch.distributed import PrefixStore
+    of_job.prepare(session.control)
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
+    TCPStore, numbers = rendezvous.TCPStore, Counter[int | None]()
+    make, default = TCPStore.__init__, timedelta(seconds=300)
 
-    env, numbers = os.environ, Counter[str]()
-
-    def connect(*args: Any, **options: Any) -> Any:
+    @wraps(make)
+    def connect(
+        store: object,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = default,
+        *args: Any,
+        **options: Any,
+    ) -> None:
         script_session()  # connects, so that the launcher can ask for the group's collectives
-        address, size = str(options.get("host_name", "")), str(options.get("world_size"))
-        of_job = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-        is_of_job = (address, str(options.get("port"))) == of_job
-        if is_of_job:
-            options["is_master"] = False
-        with no_dns() if _ADDRESS.fullmatch(address) else nullcontext():
-            store = make(*args, **options)
-        numbers[size] += is_of_job
-        is_later = is_of_job and (size, numbers[size]) != (env.get("WORLD_SIZE"), 1)
-        return PrefixStore(f"mpiddp/{size}/{numbers[size]}", store) if is_later else store
+        if (host_name, port) == of_job.place:
+            if of_job.serve():
+                is_master = False
+            elif not is_master:
+                of_job.wait(timeout)
+        with no_dns() if _ADDRESS.fullmatch(host_name) else nullcontext():
+            make(store, host_name, port, world_size, is_master, timeout, *args, **options)
 
-    module.TCPStore = connect
+    def of_group(*args: Any, **options: Any) -> Any:
+        store, size = TCPStore(*args, **options), options.get("world_size")
+        is_of_job = (options.get("host_name"), options.get("port")) == of_job.place
+        numbers[size] += is_of_job
+        is_later = is_of_job and (size, numbers[size]) != (of_job.world_size, 1)
+        return dist.PrefixStore(f"mpiddp/{size}/{numbers[size]}", store) if is_later else store
+
+    TCPStore.__init__, rendezvous.TCPStore = connect, of_group
 
 
 def optimizer_steps(session: Session) -> None:

@@ -30,7 +30,6 @@ from mpiddp.runtime.store_port import StorePort
 
 _END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker ends its container
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # the loop looks at the clock this often if nothing happens
-_WAIT_FOR_TORCH_MS = 200  # a process that the script starts takes longer to import torch
 
 
 class RankAttempt:
@@ -81,12 +80,11 @@ class RankAttempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
-            self.store.hand_over()
         if self._ended_by is EndedBy.HOLD:
             self._wait_for_launcher()
         else:
             is_done = self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE)
-            self._leave(is_done=is_done, waits=stops or not is_done or self.store.is_served)
+            self._leave(is_done=is_done, waits=stops or not is_done or self.store.pid > 0)
         return self._code
 
     def _end_script(self) -> None:
@@ -177,7 +175,6 @@ class RankAttempt:
         self._join(joining_timeout_s())
         self.store.take(store)
         if child.is_command:
-            self.store.leave()
             with ranks.all_or_none():
                 child.start(os.environ)
             return
@@ -185,8 +182,12 @@ class RankAttempt:
 
     def _see_torch(self) -> None:
         """Once the script has imported torch, start the Python that imports it for the next attempt."""
-        child, spare = self.child, self.spare
-        self.store.see(child)
+        child, spare, store = self.child, self.spare, self.store
+        if facts := child.messages.pop("store", None):
+            store.pid = facts["pid"]
+            child.others.add(store.pid)
+        if store.pid and child.is_replaced():  # by a program that may serve the store itself
+            store.leave()
         if (facts := child.messages.pop("torch", None)) and self.rank.holds and spare is None:
             self.spare = Child(self.rank)
             self.spare.import_ahead(os.environ, facts["ahead"])
@@ -264,8 +265,7 @@ class RankAttempt:
         for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        wait_ms = _WAIT_FOR_TORCH_MS if self.store.listens else _WAIT_MS
-        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else wait_ms))
+        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS))
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())

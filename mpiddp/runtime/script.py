@@ -123,7 +123,7 @@ def _begin(session: Session, control: socket.socket) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
     The agent sends "go", with the script's variables, and its last arguments if this process is older than
-    they are. On rank 0, the sockets for `serve_beside` come with it. A process that waits for the next
+    they are. On rank 0, the sockets of torch's store come with it. A process that waits for the next
     attempt gets "ahead" before, and answers "ask".
     """
     # The calls that follow the script's own import of torch. Until it begins, there are none.
@@ -151,10 +151,12 @@ def _begin(session: Session, control: socket.socket) -> None:
         sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
 
     def act() -> None:
+        from mpiddp.runtime.rendezvous.store import StoreOfJob
+
+        if patches.is_on(patches.store_of_job.__name__):
+            session.store = StoreOfJob(env, sockets)
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
         session.tell_agent("torch", ahead=ahead or _changes_since(variables, modules))
-        if sockets:
-            _serve_store(session, env, *sockets)
 
     at_torch.append(act)
     if "torch" in sys.modules:
@@ -172,19 +174,6 @@ def _importing_torch(afterwards: Iterable[Callable[[], None]]) -> Iterator[None]
         yield
     for act in afterwards:
         act()
-
-
-def _serve_store(
-    session: Session, env: Mapping[str, str], listener: socket.socket, lifeline: socket.socket
-) -> None:
-    """Serve torch's store in a process beside this one, or here if the script's groups do not know of it."""
-    from mpiddp.runtime.rendezvous.store import serve_beside, serve_store
-
-    if patches.is_on(patches.store_of_job.__name__):
-        session.tell_agent("store", pid=serve_beside(env, listener, lifeline))
-    else:
-        with suppress(RuntimeError):  # a process that the script has started listens there
-            script_session().torch_store = serve_store(env, listener.detach())
 
 
 def _changes_since(variables: Mapping[str, str], modules: Set[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.installs import library_of, mpirun_of
+from tests.support.machine import reserved
 from tests.support.place import Here, every_mpi_on_hosts, program
 from tests.support.ranks import ROOT
 from tests.support.terminal import in_a_terminal
@@ -328,6 +329,105 @@ def test_signals_of_children(here, folders):
     for facts in workers:
         assert (facts["codes"], facts["blocked"]) == ([-signal.SIGTERM] * 4, [0] * 4)
     assert first == second == {"line": "trapped\n", "code": 7}
+
+
+# --- torch's store ---
+
+
+# A group of both ranks, whatever the script has done before.
+JOINS = """
+import torch, torch.distributed as dist
+from saying import says
+def joins(**options):
+    dist.init_process_group("gloo", **options)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    says(total=total.item())
+"""
+REPLACES_ITSELF = """
+import os, sys
+if "AGAIN" not in os.environ:
+    {}
+    os.environ["AGAIN"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+"""
+CHOOSES = """
+import os, sys
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[1]
+"""
+MAKES_IT = """
+import os
+from torch._C._distributed_c10d import TCPStore
+where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+make = lambda how: how(*where, size, rank == 0)
+"""
+WITHOUT_CHILDREN = """
+import glob, os, signal
+for file in glob.glob("/proc/self/task/*/children"):
+    for pid in open(file).read().split():
+        os.kill(int(pid), signal.SIGKILL)
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    joins()
+"""
+IN_A_CHILD = """
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work)
+"""
+BOTH, OURS = ("torchrun", "mpiddp"), ("mpiddp",)  # the ways that run the script
+FORMS = {
+    "execs itself": (BOTH, f"{REPLACES_ITSELF.format('pass')}{JOINS}joins()", 1),
+    "execs itself after its group": (
+        OURS,  # torchrun's store has the keys of the first group
+        f"{JOINS}{REPLACES_ITSELF.format('joins()')}joins()",
+        2,
+    ),
+    "starts a program": (
+        BOTH,
+        "import subprocess, sys\n"
+        "if 'child' not in sys.argv:\n"
+        "    sys.exit(subprocess.run([sys.executable, *sys.argv, 'child']).returncode)"
+        f"{JOINS}joins()",
+        1,
+    ),
+    "spawns a child": (BOTH, f"{JOINS}def work(index): joins()\n{IN_A_CHILD}", 1),
+    "a port before torch": (OURS, f"{CHOOSES}{JOINS}joins()\njoins()", 2),
+    "a port after a group": (OURS, f"{JOINS}joins()\n{CHOOSES}\njoins()", 2),
+    "another name of the host": (
+        BOTH,
+        f"import os\nos.environ['MASTER_ADDR'] = 'localhost'\n{JOINS}joins()",
+        1,
+    ),
+    "a store of its own": (
+        BOTH,
+        f"{JOINS}{MAKES_IT}joins(store=make(dist.TCPStore), rank=rank, world_size=size)",
+        1,
+    ),
+    "a store of its own after a group": (
+        BOTH,
+        f"{JOINS}{MAKES_IT}joins()\njoins(store=make(TCPStore), rank=rank, world_size=size)",
+        2,
+    ),
+    "waits for all its children": (BOTH, f"{JOINS}{WITHOUT_CHILDREN}", 1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_group_forms(here, folders, form):
+    """However a script comes to its group, the ranks meet: it replaces itself, starts the program that joins,
+    chooses the port, makes the store, or ends all its children.
+    """
+    ways, text, groups = FORMS[form]
+    with reserved("127.0.0.1") as reservation:
+        for way in ways:
+            (folders[way] / "train.py").write_text(text)
+            port = str(reservation.getsockname()[1])
+            here.run(*WAYS[way], "train.py", port, cwd=folders[way]).assert_ok()
+            assert said(folders[way], way) == [[{"total": 2.0}] * groups] * 2
 
 
 # --- the patches that remain ---

@@ -157,26 +157,27 @@ def test_a_missing_main_guard(here, joins, method):
     assert "port" not in cause.partition("known cause")[2]
 
 
-JOINS_IN_A_CHILD = """
-import torch, torch.distributed as dist
-def work(index):
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    print(int(total))
-    dist.destroy_process_group()
+STARTS_ITS_RANKS = """
+import os, sys, time, torch, torch.distributed as dist
+def work(rank):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[1]
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    print(dist.get_world_size(), flush=True)
+    time.sleep(float(sys.argv[2]))  # so long, nobody else can have the port
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work)
+    torch.multiprocessing.spawn(work, nprocs=2)
 """
 
 
-def test_a_child_that_joins(here):
-    """A script whose child forms the process group, as by mp.spawn, is told the option that lets it."""
-    script = here.script(JOINS_IN_A_CHILD)
-    failed = here.run("launch", *here.where(2), script)
-    (cause,) = [line for line in failed.said if "has a known cause" in line]
-    option = re.findall(r"-x \S+=True", cause)[0].split()
-    done = here.run("launch", *here.where(2), *option, script).assert_ok()
+def test_a_script_that_starts_its_ranks(here):
+    """A script with mp.spawn, which wants to be one rank, is told the command that runs it so."""
+    script = here.script(STARTS_ITS_RANKS)
+    with reserved("127.0.0.1") as reservation:
+        port = str(reservation.getsockname()[1])
+        failed = here.run("launch", "-n", "2", script, port, "1000").assert_code(1)
+        (cause,) = [line for line in failed.said if "has a known cause" in line]
+        (fix,) = re.findall("mpiddp launch (-n 1)", cause)
+        done = here.run("launch", *fix.split(), script, port, "0").assert_ok()
     assert done.lines == ["2", "2"]
 
 

@@ -41,6 +41,8 @@ class Session:
         self.is_member = False  # this process has joined its job by itself, and leaves it by itself
         self.runs: list[Any] = []  # the `mpiddp.checkpoints.records.RunRecords` of this process
         self.sinks: Any = None  # the `mpiddp.runtime.sinks` of this process, once it has logged
+        # The `mpiddp.runtime.rendezvous.store.StoreOfJob`, once a script with an agent has imported torch.
+        self.store: Any = None
         self.torch_store: object = None  # torch's store, if this process of rank 0 serves it
         self.error: BaseException | None = None  # has ended the script, or its process group
         self.progress = Progress(self.coordinator, self.tell_agent)
