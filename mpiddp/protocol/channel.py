@@ -33,7 +33,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import socket
 from collections import Counter
@@ -49,7 +48,6 @@ VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once
 _TAB, _LINE_END = b"\t", b"\n"
 _SEAL = 32  # hexadecimal digits
-_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
 _PARSER = json.JSONDecoder()
 
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
@@ -109,7 +107,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "gpus": {"ranks": list},
     "stopped": {},
     "terminal": {"echo": bool, "lines": bool},  # as rank 0's script has set its terminal
-    # With `is_verdict`, `error` names the culprit, which may be another rank. If a signal killed the rank,
+    # With `is_verdict`, `error` names the culprit, which may be another rank. With `follows`, it may follow
+    # from the end of another rank. If a signal killed the rank,
     # `signal` is its number, and `passed` says whether the agent had received it. If the kernel has killed
     # processes for lack of memory, `oom_kills` counts them, and `memory_limit` is in bytes, or None.
     "failed": {"code": int, "error": str, "traceback": str, "is_verdict": bool},
@@ -311,11 +310,6 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection == DEFAULT_RANKS:
         return rank == 0 or stream == 2
     return selection == "all" or str(rank) in selection.split(",")
-
-
-def is_consequence(error: str) -> bool:
-    """Whether this error may follow from the end of another rank."""
-    return bool(_CONSEQUENCE.search(error))
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:

@@ -553,26 +553,64 @@ def test_a_killed_launcher_leaves_nothing(here):
 
 
 TWO_ERRORS = """
-import os, sys, time
-rank = int(os.environ["RANK"])
-time.sleep(0.5 * rank)
-raise RuntimeError([f"error of rank 0", sys.argv[1]][rank])
+import atexit, os, sys, time
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+if how == "lost":
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    if rank == 1:
+        dist.all_reduce(torch.ones(1))  # rank 0 ends meanwhile
+elif rank == int(how):
+    atexit.register(lambda: open("has_failed", "w"))
+else:
+    while not os.path.exists("has_failed"):
+        time.sleep(0.01)
+raise RuntimeError(["error of rank 0", "cannot restore a socket"][rank])
 """
 
 
 @pytest.mark.parametrize(
-    ("error", "is_shown"), [("a bug of rank 1", True), ("Connection reset by peer", False)]
+    ("how", "first", "second"),
+    [
+        ("0", "error of rank 0", "cannot restore a socket"),
+        ("1", "cannot restore a socket", "error of rank 0"),
+        ("lost", "error of rank 0", ""),
+    ],
 )
-def test_the_error_of_a_second_rank(here, error, is_shown):
-    """A second rank's own error is shown as well. One that follows from the first is in its file alone."""
+def test_the_error_of_a_second_rank(here, how, first, second):
+    """The rank that failed first is named, whatever its words are. A second rank's own error is shown, too.
+    One that follows from the end of the first is in its file alone.
+    """
     logs = here.folder / "logs"
     script = here.script(TWO_ERRORS)
-    done = here.run("launch", *here.where(2), "--log-dir", str(logs), script, error)
-    assert "rank 0 on" in done.said[-1]
-    assert "failed first: RuntimeError: error of rank 0" in done.said[-1]
-    assert (f"RuntimeError: {error}" in done.stderr) is is_shown
+    done = here.run("launch", *here.where(2), "--log-dir", str(logs), script, how)
+    assert f"failed first: RuntimeError: {first}" in verdict(done)
+    shown = re.findall("^RuntimeError: (.*)", done.stderr, re.M)
+    assert sorted(shown) == sorted(filter(None, [first, second]))
     last = (logs / "rank_00001.err").read_text().splitlines()[-1]
-    assert last == f"RuntimeError: {error}"
+    assert ("gloo" if how == "lost" else "cannot restore") in last
+
+
+UPLOADS = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+dist.barrier()
+dist.destroy_process_group()
+if os.environ["RANK"] == "0":
+    while os.path.exists(f"/proc/{pids[1]}"):
+        time.sleep(0.01)
+    raise ConnectionError("Connection to the store was reset by peer")
+"""
+
+
+def test_an_error_after_the_end_of_the_others(here):
+    """A rank that has finished is not blamed for the error of another one, whatever words this has."""
+    done = here.run("launch", *here.where(2), here.script(UPLOADS)).assert_code(1)
+    assert verdict(done).startswith(f"rank 0 on {here.hosts[0]} failed first: ConnectionError: "), (
+        done.stderr
+    )
 
 
 SURVIVES = """

@@ -16,7 +16,6 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record, Stop, is_silent
 from mpiddp.launch.judge.hangs import sentence_at_failure
 from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
-from mpiddp.protocol.channel import is_consequence
 from mpiddp.protocol.server import Event
 from mpiddp.text import escaped, signal_name, size_text
 
@@ -29,6 +28,8 @@ _LOST_DAEMON = re.compile(
     r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
     r"|Connection to(?= \S+ closed by)|Timeout, server(?= \S+ not responding)) +(\S+)"
 )
+# The last line of a command whose Python has lost another rank: it has no exception that could be asked.
+_LOST_ANOTHER = re.compile(r"torch\.distributed\.Dist\w*Error:|third_party/gloo/")
 _MOST_SEARCHED = 64  # ranks whose last lines are searched for a known cause: more take seconds
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _WAS_NOT_ASKED = ". Its script had not called mpiddp.should_stop(), so it was not asked to save"
@@ -179,8 +180,7 @@ def _began(record: Record, failure: Event) -> float:
 
 def _may_follow(failure: Event) -> bool:
     """Whether a rank may have failed because another rank has ended."""
-    facts = failure.facts
-    return bool(facts.get("traceback") and is_consequence(facts["error"]))
+    return bool(failure.facts.get("follows"))
 
 
 def _needed_another(record: Record, failure: Event) -> bool:
@@ -188,7 +188,7 @@ def _needed_another(record: Record, failure: Event) -> bool:
     if failure.kind != "failed" or failure.facts["error"]:
         return _may_follow(failure)
     tail = record.latest["tail"].get(failure.rank)
-    return tail is not None and any(map(is_consequence, tail.facts["lines"][-1:]))
+    return tail is not None and any(map(_LOST_ANOTHER.search, tail.facts["lines"][-1:]))
 
 
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 import time
 from collections.abc import Set
 from enum import Enum, auto
@@ -19,6 +20,8 @@ from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.protocol.channel import LINE_LIMIT, STOP_SIGNALS, TEXT_LIMIT
 from mpiddp.text import signal_name
+
+_SOURCES = ("third_party/gloo/", "originated at tensorpipe/")
 
 
 class Refused(SystemExit):
@@ -53,6 +56,7 @@ class Ending(NamedTuple):
     traceback: str = ""  # shows a bug of the script; "" if the sentence, or the code, says it all
     is_verdict: bool = False  # the sentence names what failed, which may be another rank
     signal: int = 0  # has killed it; 0 is none
+    follows: bool = False  # the error may follow from the end of another rank
 
     @property
     def is_failure(self) -> bool:
@@ -117,8 +121,8 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
         if isinstance(error, Refused):
             return Ending(code, error.sentence, is_verdict=bool(error.sentence))
         # The script has handled the error itself: it has printed it, for example.
-        handled = error.__context__ if code not in (BAD_INPUT, STOPPED) else None
-        return Ending(code, ending_of(handled).error)
+        handled = ending_of(error.__context__ if code not in (BAD_INPUT, STOPPED) else None)
+        return Ending(code, handled.error, follows=handled.follows)
     if isinstance(error, JobFailed):
         return Ending(FAILED, str(error), is_verdict=True)
     if isinstance(error, UserError):
@@ -131,7 +135,21 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
     with contextlib.suppress(Exception):  # the __str__ of the error may fail
         sentence = f"{sentence}: {error}".removesuffix(": ")
     code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
-    return Ending(code, sentence, "".join(traceback.format_exception(error)))
+    text = "".join(traceback.format_exception(error))
+    return Ending(code, sentence, text, follows=_may_follow(error))
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Whether this error may follow from the end of another rank: if its first cause is one of connections.
+
+    torch has classes for the errors of its store and of NCCL. Those of gloo and tensorpipe are plain
+    RuntimeErrors, and name their place in the source of these libraries.
+    """
+    while cause := error.__cause__ or (not error.__suppress_context__ and error.__context__):
+        error = cause
+    classes = getattr(sys.modules.get("torch.distributed"), "DistError", ())
+    is_plain = type(error) is RuntimeError
+    return isinstance(error, classes) or (is_plain and any(map(str(error).__contains__, _SOURCES)))
 
 
 def ending_of_process(status: int, recorded: Ending, error_file: str = "") -> Ending:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import JobFailed, print_error
-from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
+from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
@@ -129,8 +129,7 @@ class Session:
             self._agent_answers("claim")
         is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
         ending = ending_of(error)
-        follows = is_consequence(ending.error)
-        if follows and is_first and not is_printed:
+        if ending.follows and is_first and not is_printed:
             # A rank that the kernel has killed claims no first failure.
             is_first = not self._agent_answers("lost_connection")
         if ending.error:  # both ways, because a full disk takes no file
@@ -141,7 +140,7 @@ class Session:
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
         is_repeated = isinstance(error, KeyboardInterrupt) and os.environ.get("RANK", "0") != "0"
-        is_shown = (is_first or not follows) and not is_repeated
+        is_shown = (is_first or not ending.follows) and not is_repeated
         if not (is_shown or is_printed):
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown

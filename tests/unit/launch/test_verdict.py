@@ -15,7 +15,7 @@ from mpiddp.protocol.server import Event
 from tests.support.records import FOLDER, JOBS, replay
 
 HOSTS = ("a", "b", "b")
-RESET = "RuntimeError: [gloo] Connection closed by peer"
+RESET = {"error": "RuntimeError: [gloo] Connection closed by peer", "follows": True}
 
 
 def event(rank: int, kind: str, at: float = 1.0, **facts: Any) -> Event:
@@ -23,8 +23,8 @@ def event(rank: int, kind: str, at: float = 1.0, **facts: Any) -> Event:
 
 
 def failed(rank: int, error: str = "ValueError: x", at: float = 1.0, **facts: Any) -> Event:
-    defaults = {"code": 1, "traceback": "…", "is_verdict": False}
-    return event(rank, "failed", at, **{**defaults, "error": error, **facts})
+    defaults = {"code": 1, "traceback": "…", "is_verdict": False, "error": error}
+    return event(rank, "failed", at, **{**defaults, **facts})
 
 
 def lost(rank: int, at: float = 1.0, silent: float = 0.0) -> Event:
@@ -53,17 +53,18 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
     ("events", "culprit"),
     [
         ([failed(2, at=1.0), lost(0, 1.2), lost(1, 1.3)], 2),
-        ([failed(0, RESET, 1.00), lost(1, 1.01)], 1),
-        ([lost(1, 1.0), event(0, "claim", 1.1), failed(0, RESET, 1.1)], 1),
+        ([failed(0, at=1.00, **RESET), lost(1, 1.01)], 1),
+        ([lost(1, 1.0), event(0, "claim", 1.1), failed(0, at=1.1, **RESET)], 1),
         ([lost(1, 1.0), event(0, "claim", 1.1), failed(0, "", 1.1, traceback="")], 1),
         # Its peer's report overtakes its own.
         ([event(2, "claim", 0.9), failed(0, "ValueError", 1.0), failed(2, "KeyError", 1.2)], 2),
         ([event(2, "claim", 0.9), lost(0, 1.0), failed(2, "KeyError", 1.2)], 2),
         ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=15.0)], 2),
-        ([failed(2, "ConnectionError: no database", 1.0), lost(0, 2.0), lost(1, 2.0)], 2),
+        # Whatever the words of an error, its rank has failed first.
+        ([failed(2, "RuntimeError: cannot restore a socket", 1.0), failed(0, at=1.15)], 2),
         # By SIGTERM, an mpirun ends the others, and somebody else ends one.
         ([failed(0, "", 1.0, traceback="", signal=15, passed=True), failed(1, at=1.1)], 1),
-        ([event(0, "claim"), failed(1, "", 1.1, traceback="", signal=15), failed(0, RESET)], 1),
+        ([event(0, "claim"), failed(1, "", 1.1, traceback="", signal=15), failed(0, **RESET)], 1),
     ],
 )
 def test_the_first_failure_is_the_cause_of_the_others(events, culprit):
