@@ -12,7 +12,7 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
@@ -33,6 +33,8 @@ _WRONG = {
 
 # The beginning of sentences, for example of argparse, in whose place `message` puts "mpiddp: ".
 _PREFIX = re.compile("^mpiddp(: | launch: | (?=[a-z][a-z -]*: ))")
+
+_FAILED_AIDS = set[str]()
 
 # The extra of this distribution that installs a package.
 EXTRA_OF = {**dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"), "cloudpickle": "spawn"}
@@ -135,6 +137,20 @@ def fault(error: BaseException) -> str:
     what = f"{type(error).__name__}: {error}".rstrip(": ")
     (*_, last) = [*extract_tb(error.__traceback__)] or [None]
     return what if last is None else f"{what} ({Path(last.filename).name}:{last.lineno})"
+
+
+@contextlib.contextmanager
+def aid(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """A body that only helps the job. If it fails, one line says so once, and the job goes on without it.
+
+    `say` prints the line; without it, it goes to stderr.
+    """
+    try:
+        yield
+    except Exception as error:
+        if what not in _FAILED_AIDS:
+            _FAILED_AIDS.add(what)
+            (say or print_error)(f"no {what}: {type(error).__name__}: {error}. The job goes on.")
 
 
 def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> None:

@@ -75,12 +75,14 @@ class Child:
         self.pid = 0  # 0: it has not started
         self.status: int | None = None  # its exit code, or -N for signal N; None while it runs
         self.messages: dict[str, dict[str, Any]] = {}  # the latest of the script, by type
+        self._news: list[dict[str, Any]] = []  # those that `take_news` has not returned
         self.passed: set[int] = set()  # the signals that this agent has sent or has to send
         self.control: socket.socket | None = None  # to the script, which may close its end
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         # The kernel's kills for lack of memory in this control group, before the child could cause one.
         self._kills_before: processes.OomKills | None = None
+        self._nice: int | None = None  # the nice value that its session is still to get
         self.has_begun = False  # its Python has been told to run the script
         self._arguments = b""  # of its process, once it has begun
 
@@ -151,8 +153,23 @@ class Child:
 
     def set_priority(self, nice: int) -> None:
         """Set the nice value of its session. Linux shares the cores among sessions; it needs no right."""
-        with contextlib.suppress(OSError):  # this kernel does not share by sessions
-            Path(f"/proc/{self.pid}/autogroup").write_text(str(nice), encoding="ascii")
+        self._nice = nice
+        self.keep_priority()
+
+    def keep_priority(self) -> None:
+        """Set the nice value that it is to have, if it has not been possible yet.
+
+        For users who are not root, the kernel takes one such value on a host in 100 ms.
+        """
+        if self._nice is not None:
+            try:
+                file = Path(f"/proc/{self.pid}/autogroup")
+                file.write_text(str(self._nice), encoding="ascii")
+            except BlockingIOError:
+                return
+            except OSError:  # this kernel does not share by sessions
+                pass
+            self._nice = None
 
     def tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):
@@ -198,8 +215,14 @@ class Child:
                 try:
                     facts = json.loads(line)
                     self.messages[facts["type"]] = facts
+                    self._news.append(facts)
                 except (ValueError, LookupError, TypeError):  # a stack, or a message cut by one
                     self._frames.append(line.decode(errors="replace"))
+
+    def take_news(self) -> list[dict[str, Any]]:
+        """The messages of the script since the last call."""
+        news, self._news = self._news, []
+        return news
 
     def stack(self) -> str | None:
         """The main thread's stack as the traceback module prints it: "" of a command, None if none comes.
@@ -275,7 +298,12 @@ class Child:
             forks = [pid for pid in left if processes.arguments_of(pid) == self._arguments]
             commands |= dict.fromkeys(forks, "a fork of the script")
             names = [f"pid {pid} ({name})" for pid, name in commands.items()]
-            self.outputs[-1].say(f"ended what the script has left behind: {', '.join(names)}.")
+            self.say(f"ended what the script has left behind: {', '.join(names)}.")
+
+    def say(self, sentence: str) -> None:
+        """Add a line of mpiddp's own to stderr, if the launcher shows the streams."""
+        if self.outputs:
+            self.outputs[-1].say(sentence)
 
     def close(self) -> None:
         for stream in self.streams:
@@ -324,12 +352,15 @@ def _cleans_up(pid: int) -> bool:
 _running: dict[int, Child] = {}  # by pid
 
 
-def reap() -> None:
-    """Collect the children and the adopted orphans of this process that have ended."""
+def reap() -> set[int]:
+    """Collect the children and the adopted orphans of this process that have ended. Returns their pids."""
+    pids = set[int]()
     with contextlib.suppress(ChildProcessError):
         for pid, status in iter(partial(os.waitpid, -1, os.WNOHANG), (0, 0)):
+            pids.add(pid)
             if (child := _running.pop(pid, None)) is not None:
                 child.status = os.waitstatus_to_exitcode(status)
+    return pids
 
 
 def _begin(agent: int) -> None:

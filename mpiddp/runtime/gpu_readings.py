@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from mpiddp.errors import aid
 from mpiddp.hosts.gpus import CHANGING, chosen_gpus, hides_all_gpus, read_gpus
 
 EVERY_S, LIMIT_S = 10.0, 5.0
@@ -34,7 +35,11 @@ def reading_gpus(
                 return
             send("gpus", ranks=rows)
 
-    thread = threading.Thread(target=read, daemon=True)
+    def read_all() -> None:
+        with aid("readings of the GPUs"):
+            read()
+
+    thread = threading.Thread(target=read_all, daemon=True)
     thread.start()
     yield
     is_over.set()

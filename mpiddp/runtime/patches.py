@@ -25,6 +25,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpiddp.errors import aid
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
 from mpiddp.runtime.job.progress import BY_OPTIMIZER
@@ -41,7 +42,8 @@ def apply(patches: Iterable[Callable[[Session], None]], session: Session) -> Non
     """Make these changes, except those that the user leaves out."""
     for patch in patches:
         if is_on(patch.__name__):
-            patch(session)
+            with aid(f"patch {patch.__name__}"):
+                patch(session)
 
 
 def is_on(name: str) -> bool:
@@ -220,12 +222,13 @@ def optimizer_steps(session: Session) -> None:
         nonlocal newest
         if torch.compiler.is_compiling():
             return
-        if not newest:
-            script_session()  # connects
-        # Two optimizers of one step, as of a GAN, count it once.
-        counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
-        newest = max(newest, steps)
-        session.progress.count(steps, BY_OPTIMIZER)
+        with aid("count of steps"):
+            if not newest:
+                script_session()  # connects
+            # Two optimizers of one step, as of a GAN, count it once.
+            counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
+            newest = max(newest, steps)
+            session.progress.count(steps, BY_OPTIMIZER)
 
     register_optimizer_step_post_hook(count_step)
 

@@ -180,25 +180,6 @@ class RankAttempt:
             return
         child.go(rank, env, self.store.files)
 
-    def _see_torch(self) -> None:
-        """Once the script has imported torch, start the Python that imports it for the next attempt."""
-        child, spare, store = self.child, self.spare, self.store
-        if facts := child.messages.pop("store", None):
-            store.pid = facts["pid"]
-            child.others.add(store.pid)
-        if store.pid and child.is_replaced():  # by a program that may serve the store itself
-            store.leave()
-        if (facts := child.messages.pop("torch", None)) and self.rank.holds and spare is None:
-            self.spare = Child(self.rank)
-            self.spare.import_ahead(os.environ, facts["ahead"])
-            child.others.add(self.spare.pid)
-        if child.messages.pop("mpi", None):  # no later process of this rank can start MPI
-            self.rank = self.rank._replace(holds=False)
-        if spare is not None:
-            spare.hear()
-            if spare.status is not None and child.status is None:
-                child.forget_kills()
-
     def _connect(self, launcher: Server) -> None:
         world = self.world
         self.coordinator.connect(world, launcher)
@@ -269,21 +250,20 @@ class RankAttempt:
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
-        reap()  # before `hear`, because a script writes its last message before it ends
+        # Before `hear`, because a script writes its last message before it ends.
+        child.others -= reap()
         child.hear()
-        if log := child.messages.pop("log_to", None):
-            self._log_to(log["folder"])
-        if (hidden := child.messages.pop("hidden", None)) and child.outputs:
-            child.outputs[-1].save(hidden["text"].encode(errors="backslashreplace"))
-        if stopping := child.messages.pop("stopping", None):
-            self._note_request(stopping["signal"])
-        # Until a script calls `should_stop`, only a signal without a handler ends it.
-        if child.messages.pop("unhandled", None) and self._ended_by is EndedBy.STOP_REQUEST:
-            child.pass_on(signal.SIGTERM)
-        if child.messages.pop("claim", None):  # of a script without a connection of its own
-            channel.send("claim", key=CLAIM)
-            child.tell({"type": "claimed"})
-        self._see_torch()
+        for facts in child.take_news():
+            self._on_message(facts)
+        for process in filter(None, (child, self.spare)):
+            process.keep_priority()
+        if self.spare is not None and self.spare.status is not None:
+            if child.status is None:
+                child.forget_kills()  # the script has not caused its end
+            self.spare.close()
+            self.spare = None
+        if self.store.pid and child.is_replaced():  # by a program that may serve the store itself
+            self.store.leave()
         if connection is not None and connection.fileno() in ready:
             channel.receive()
         self._see_others()
@@ -291,6 +271,38 @@ class RankAttempt:
             for number in os.read(self._signals, 4096):
                 if number != signal.SIGCHLD:
                     child.pass_on(number)
+
+    def _on_message(self, facts: Mapping[str, Any]) -> None:
+        """Act on a message of the script. `child.messages` keeps the latest of each type."""
+        child, ranks = self.child, self.coordinator
+        match facts["type"]:
+            case "log_to":
+                with errors.aid("log file", child.say):
+                    self._log_to(facts["folder"])
+            case "hidden" if child.outputs:
+                child.outputs[-1].save(facts["text"].encode(errors="backslashreplace"))
+            case "stopping":
+                self._note_request(facts["signal"])
+            case "unhandled" if self._ended_by is EndedBy.STOP_REQUEST:
+                # Until a script calls `should_stop`, only a signal without a handler ends it.
+                child.pass_on(signal.SIGTERM)
+            case "claim":  # of a script without a connection of its own
+                ranks.send("claim", key=CLAIM)
+                child.tell({"type": "claimed"})
+            case "store":
+                self.store.pid = facts["pid"]
+                child.others.add(self.store.pid)
+            case "torch" if self.rank.holds and self.spare is None:
+                # Without one, a restart takes longer.
+                with errors.aid("hot spare", child.say), ExitStack() as stack:
+                    spare = Child(self.rank)
+                    stack.callback(spare.close)
+                    spare.import_ahead(os.environ, facts["ahead"])
+                    stack.pop_all()
+                    self.spare = spare
+                    child.others.add(spare.pid)
+            case "mpi":  # no later process of this rank can start MPI
+                self.rank = self.rank._replace(holds=False)
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         match facts:

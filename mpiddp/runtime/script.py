@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from mpiddp.errors import STOPPED
+from mpiddp.errors import STOPPED, aid
 from mpiddp.protocol.channel import SPARE_NAME
 from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
@@ -156,7 +156,8 @@ def _begin(session: Session, control: socket.socket) -> None:
         if patches.is_on(patches.store_of_job.__name__):
             session.store = StoreOfJob(env, sockets)
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
-        session.tell_agent("torch", ahead=ahead or _changes_since(variables, modules))
+        with aid("hot spare"):
+            session.tell_agent("torch", ahead=ahead or _changes_since(variables, modules))
 
     at_torch.append(act)
     if "torch" in sys.modules:

@@ -203,6 +203,27 @@ def test_a_hot_spare(here):
     assert not here.processes()
 
 
+HAS_NO_ROOM = """
+import os, resource
+agent = os.getppid()
+most = max(map(int, os.listdir(f"/proc/{agent}/fd"))) + 4
+resource.prlimit(agent, resource.RLIMIT_NOFILE, (most, most))
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("trained")
+"""
+
+
+def test_a_spare_that_cannot_start(here):
+    """Without room for a hot spare, a healthy job goes on, and one line says so."""
+    script = here.script(HAS_NO_ROOM)
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", script).assert_ok()
+    assert done.lines == ["trained"] * 2
+    assert sum("no hot spare: OSError" in line for line in done.said) == 2, done.stderr
+    assert not any("restart" in line for line in done.said)
+
+
 def spares(here: Here, script: str) -> list[Process]:
     names = {process: Path(f"/proc/{process.pid}/comm") for process in here.processes(script)}
     return [process for process, name in names.items() if name.read_text() == f"{SPARE_NAME}\n"]
