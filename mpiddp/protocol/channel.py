@@ -106,6 +106,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     # For each rank of its host with a GPU: the rank, and the fields CHANGING of `mpiddp.hosts.gpus`.
     "gpus": {"ranks": list},
     "stopped": {},
+    "forming": {"active": bool},  # whether the script waits in torch's init_process_group
     "terminal": {"echo": bool, "lines": bool},  # as rank 0's script has set its terminal
     # With `is_verdict`, `error` names the culprit, which may be another rank. With `follows`, it may follow
     # from the end of another rank. If a signal killed the rank,

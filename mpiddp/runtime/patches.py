@@ -204,6 +204,26 @@ def store_of_job(session: Session) -> None:
     TCPStore.__init__, rendezvous.TCPStore = connect, of_group
 
 
+def forming(session: Session) -> None:
+    """The launcher learns which ranks wait in `init_process_group`, and names those that have not come."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    init = dist.init_process_group
+
+    @wraps(init)
+    def tell_and_init(*args: Any, **kwargs: Any) -> None:
+        tell = script_session().coordinator.tell_launcher  # connects
+        tell("forming", active=True)
+        try:
+            init(*args, **kwargs)
+        finally:
+            tell("forming", active=False)
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = tell_and_init
+
+
 def optimizer_steps(session: Session) -> None:
     """A hook of torch counts the steps of optimizers, for `mpiddp top`.
 
@@ -258,5 +278,5 @@ def no_dns() -> Iterator[None]:
 
 BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder)
 ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal)
-ONCE_TORCH_IS_THERE = (gloo_end, store_of_job, optimizer_steps)
+ONCE_TORCH_IS_THERE = (gloo_end, store_of_job, forming, optimizer_steps)
 IN_A_CALL = (frozen_torch, no_dns)

@@ -71,6 +71,36 @@ def test_a_straggler(here):
     assert re.search(f"^{named}", top, re.MULTILINE), top
 
 
+LATE = """\
+import os, sys, time, torch.distributed as dist
+def wait(path):
+    while not os.path.exists(path):
+        time.sleep(0.1)
+if os.environ["RANK"] == sys.argv[1]:
+    wait("come")
+elif sys.argv[1] == "nobody":  # each rank takes the store of another job for its own
+    os.environ["MASTER_PORT"] = "1"
+dist.init_process_group("gloo")
+"""
+
+
+@pytest.mark.parametrize("late", [1, 0])
+def test_a_rank_that_does_not_come_to_the_group(here, late):
+    """If ranks wait in init_process_group for a minute, a line says where each is, and who has not come."""
+    job = here.start("launch", *here.where(2), here.script(LATE, "late.py"), str(late))
+    job.until("has not come")
+    (here.folder / "come").touch()
+    (sentence,) = job.wait().assert_ok().said
+    one, other = (f"rank {rank} on {here.hosts[0]}" for rank in (late, 1 - late))
+    waited = rf"{one} has not come to init_process_group, in which rank {1 - late} has waited 6\d s"
+    places = {
+        one: r"is in wait \(late\.py:4\): time\.sleep\(0\.1\)",
+        other: r'is in <module> \(late\.py:9\): dist\.init_process_group\("gloo"\)',
+    }
+    lines = "; ".join(f"{name} {place}" for name, place in sorted(places.items()))
+    assert re.fullmatch(rf"{waited}: {lines}\.", sentence), sentence
+
+
 COLLECTIVES = """\
 from datetime import timedelta
 import sys, time, torch, torch.distributed as dist

@@ -30,7 +30,7 @@ ENDS = frozenset(["done", "exited", "failed", "lost"])
 # The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and the ends of their connections.
 OF_RANKS = ENDS | {
     *("started", "joining", "log", "announce", "run_dir", "saved", "supports_stop"),
-    *("progress", "saving", "stopped", "stacks", "calls", "gpus", "claim", "held"),
+    *("progress", "saving", "stopped", "stacks", "calls", "gpus", "forming", "claim", "held"),
 }
 # The acts of the launcher, and the facts of each.
 OF_LAUNCHER: dict[str, tuple[str, ...]] = {
@@ -117,6 +117,9 @@ class Record:
         self.called_at: dict[int, float] = {}
         # The most seconds by which a rank's clock is behind, by its latest messages, because clocks drift.
         self.clocks: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_CLOCKS))
+        self.forming: dict[
+            int, float
+        ] = {}  # the ranks that wait in init_process_group, and since when
         self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest events "window"
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
@@ -129,6 +132,10 @@ class Record:
             self.saving[rank] = event.at  # a script that has stopped saves before it ends
         elif kind in ENDS | {"saving"} and self.saving.pop(rank, None) is not None:
             self.last_saved_at = event.at
+        if kind == "forming" and facts["active"]:
+            self.forming[rank] = event.at
+        elif kind in ENDS | {"forming"}:
+            self.forming.pop(rank, None)
         # A command may start its script again, so only the agent's message ends the rank.
         if event.from_script and kind in ENDS:
             return

@@ -1,6 +1,7 @@
 """Ranks that hang, and ranks that do not join, by the record of an attempt. Nothing here acts.
 
-A hang is a collective of torch that some ranks have entered and others have not, for WAIT_S. About any other
+A hang is a collective of torch, or the forming of its group, that some ranks have entered and others have
+not, for WAIT_S. About any other
 silence, such as an evaluation, a save or a wait in native code, a sentence after QUIET_S only says that no
 rank has made a step, and where each rank is. With --hang-timeout, a silence of that length ends the job.
 """
@@ -35,6 +36,8 @@ def next_look_at(record: Record) -> float:
     times = [_quiet_at(record)]
     if record.wait is not None:
         times.append(_since(record, record.wait) + WAIT_S)
+    if record.forming:
+        times.append(min(record.forming.values()) + WAIT_S)
     at = min((at for at in times if looked is None or at > looked.at), default=float("inf"))
     return at if asked is None else max(at, asked.at + BETWEEN_LOOKS_S)
 
@@ -52,6 +55,8 @@ def find_hang(record: Record) -> Hang | None:
         functions = [_place(record, rank).partition(" (")[0] for rank in wait.missing]
         stacks = _stacks_of(record, wait.missing or record.left)
         return Hang(f"{wait.missing} {functions} {is_quiet}", f"{sentence}{stacks}", is_over)
+    if record.forming and (is_quiet or asked.at >= min(record.forming.values()) + WAIT_S):
+        return Hang(f"{[*record.forming]}", _forming_sentence(record, asked.at), is_over)
     if not is_quiet:
         return None
     since = _quiet_since(record)
@@ -121,17 +126,33 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> str:
     if wait.others:
         calls = ", ".join(f"{call} of {record.names(of)}" for call, of in wait.calls.items())
         return f"the ranks have called different collectives: {calls}; {places_sentence(record)}"
-    seconds, (first, *others) = f"{now - wait.since:.0f} s", wait.waiting
-    waited = f"rank {first} has waited {seconds}"
-    if others:
-        few = f"ranks {', '.join(map(str, wait.waiting))}"
-        who = few if len(wait.waiting) <= 2 * _NAMED else f"{len(wait.waiting)} ranks"
-        waited = f"{who} have waited {seconds}"
+    waited = _waited(wait.waiting, now - wait.since)
     names, is_one = record.names(wait.missing), len(wait.missing) == 1
     sentence = f"{names} {'has' if is_one else 'have'} not entered {wait.call}, for which {waited}"
     if is_one:
         return f"{sentence}; it {_clauses(record, wait.missing[0])[0]}."
     return f"{sentence}; {places_sentence(record, wait.missing)}"
+
+
+def _waited(ranks: Sequence[int], seconds: float) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has waited {seconds:.0f} s"
+    few = f"ranks {', '.join(map(str, ranks))}"
+    return (
+        f"{few if len(ranks) <= 2 * _NAMED else f'{len(ranks)} ranks'} have waited {seconds:.0f} s"
+    )
+
+
+def _forming_sentence(record: Record, now: float) -> str:
+    """A sentence about the ranks that wait in init_process_group, and about those that have not come."""
+    waited = _waited(sorted(record.forming), now - min(record.forming.values()))
+    missing = [rank for rank in range(record.world_size) if rank not in record.forming]
+    if not missing:
+        return (
+            f"{waited} in init_process_group and do not find each other: {places_sentence(record)}"
+        )
+    have = f"{record.names(missing)} {'has' if len(missing) == 1 else 'have'} not come"
+    return f"{have} to init_process_group, in which {waited}: {places_sentence(record)}"
 
 
 def places_sentence(record: Record, ranks: Sequence[int] | None = None) -> str:
