@@ -795,6 +795,37 @@ def test_a_launcher_that_fails(hosts):
     eventually(lambda: not hosts.processes())
 
 
+# A real launch with two more watchers: what the first notes follows what it has seen, also for the last.
+ORDER = """
+import sys
+from mpiddp.launch.main import main
+from mpiddp.launch.run import job
+from mpiddp.launch.run.attempt import Watcher
+class Notes(Watcher):
+    def on_event(self, event):
+        if event.kind == "joining":
+            self.notice(rank=event.rank)
+class Prints(Watcher):
+    def on_event(self, event):
+        if event.kind == "joining" or event.facts.get("by") == "Notes":
+            print(event.kind, event.facts.get("rank", event.rank), flush=True)
+job.WATCHERS = (Notes, *job.WATCHERS, Prints)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_watcher_that_causes_an_event(here):
+    """All watchers see what one of them causes after the event that it has seen, also the last of them."""
+    driver, script = here.script(ORDER, "driver.py"), here.script("")
+    job = (sys.executable, driver, *here.where(2), "--log-dir", "logs", script)
+    lines = here.run(*job).assert_ok().lines
+    first, second = (line.partition(" ")[2] for line in lines[::2])
+    assert lines == [f"{kind} {n}" for n in (first, second) for kind in ("joining", "noticed")]
+    (record,) = here.folder.glob("logs/*/attempt_1.jsonl")
+    kinds = [json.loads(line)["kind"] for line in record.read_text().splitlines()]
+    assert [kind for kind in kinds if kind in ("joining", "noticed")] == ["joining", "noticed"] * 2
+
+
 # --- any command, and no launcher ---
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.hangs import find_hang, missing_sentence
@@ -41,21 +42,26 @@ def events(path: Path) -> Iterator[tuple[Record, Event]]:
 def replay(path: Path) -> str:
     """The sentences of a launcher on the events of a record, a line for each, and its exit code."""
     sentences: dict[str, str] = {}  # by their subjects, once for each
+    windows, late_s = list[dict[str, Any]](), 0.0
     since = None
     for record, event in events(path):
-        if event.kind == "window":
-            began_at = since or record.began_at
-            stragglers = find_stragglers(record.calls, record.world_size, began_at, event.at)
-            assert stragglers == event.facts
-            since = event.at
-            ranks, sentence = straggler_sentence(record)
-            sentences.setdefault(f"stragglers {ranks}", sentence)
-        if event.kind == "looked":
-            hang = find_hang(record)
-            assert hang is not None
-            sentences.setdefault(hang.about, hang.sentence)
-        if event.kind == "end" and record.act("late") and record.latest["started"]:
-            assert missing_sentence(record, record.fact("limit", "seconds")) == event.facts["why"]
+        facts = {**event.facts}
+        match event.kind, facts.pop("by", ""):
+            case "noticed", "Stragglers":
+                began_at = since or record.began_at
+                assert facts == find_stragglers(record.calls, record.world_size, began_at, event.at)
+                since = event.at
+                windows.append(facts)
+                ranks, sentence = straggler_sentence(record, windows)
+                sentences.setdefault(f"stragglers {ranks}", sentence)
+            case "noticed", "Hangs":
+                hang = find_hang(record, facts["printed_at"])
+                assert hang is not None
+                sentences.setdefault(hang.about, hang.sentence)
+            case "noticed", "LateStart":
+                late_s = facts["seconds"]
+            case "end", _ if late_s and record.latest["started"]:
+                assert missing_sentence(record, late_s) == facts["why"]
     outcome = verdict(record)
     sentences |= {line: line for line in (outcome.sentence, outcome.known_cause)}
     fault = f"host at fault: {outcome.host_at_fault}\n" if outcome.host_at_fault else ""

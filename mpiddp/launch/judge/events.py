@@ -24,7 +24,6 @@ from mpiddp.text import escaped
 MPIRUN, MPIRUN_AT_END = -1, -2  # mpirun's own output, until all ranks have joined, and after that
 _NAMED = 4  # ranks in one sentence
 _CLOCKS = 6  # messages of a rank by which its clock is read
-CHRONIC = 3  # windows of steps in a row that name the same straggler
 
 ENDS = frozenset(["done", "exited", "failed", "lost"])
 # The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and the ends of their connections.
@@ -36,19 +35,15 @@ OF_RANKS = ENDS | {
 OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     # `here` are the ranks on mpirun's own host.
     "began": ("hosts", "here", "attempt", "hang_timeout_s"),
-    "limit": ("seconds",),  # from now on, for all ranks to join, or for the first one to start
-    "late": (),  # the time of the limit is over
-    "asked": ("ranks",),  # for their stacks
-    "answered": (),  # all stacks have come, or the time for them is over
-    "looked": (),  # the launcher has printed a sentence about a job that may hang
-    "printed": (),  # the job has written something, before its first step
-    "window": ("ranks", "share"),  # the stragglers, and in which share of time the others wait
+    "asked": (),  # all ranks, for their stacks
+    # A watcher has seen something, of which it has the facts. No judgement reads this.
+    "noticed": ("by",),
     "stop": ("by", "reason", "signal"),  # a stop is requested; `by` is a name of `Stop`
     "kill": (),  # the user has requested a stop again, so the ranks do not save
     "grace": (),  # from now on, the ranks have limited time to stop
-    "overdue": ("clause",),  # the time of "grace" is over for the ranks that the clause names
-    # The launcher ends the ranks, because a rank has failed or for the reason `why`.
-    "end": ("failed", "why"),
+    # The launcher ends the ranks: a rank has failed, or for the reason `why`, or because the ranks that the
+    # clause `overdue` names have not stopped in time.
+    "end": ("failed", "why", "overdue"),
     "hold": (),  # the scripts are ended, and their agents wait for the next attempt
     "mpirun": ("name", "code", "proves_signals", "was_ended"),  # mpirun has ended, see `MpirunEnd`
     "over": (),  # all agents wait for the next attempt, or no process of the attempt is left
@@ -120,7 +115,6 @@ class Record:
         self.forming: dict[
             int, float
         ] = {}  # the ranks that wait in init_process_group, and since when
-        self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest events "window"
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
         self.add(Event("began", facts=facts, at=self.began_at))
@@ -148,11 +142,8 @@ class Record:
             case "gpus":
                 for of_rank in facts["ranks"]:
                     self.gpus.setdefault(of_rank["rank"], GpuUse()).add(of_rank)
-            case "limit":
-                self.latest["late"].clear()
             case "asked":
                 self.stacks = {}
-                self.latest["answered"].clear()
             case "stacks" if event.from_script or rank not in self.stacks:
                 # An agent answers for a busy script, whose own answer may come later, and then counts.
                 self.stacks[rank] = facts
@@ -163,8 +154,6 @@ class Record:
                 last = (group.calls[group.last].at for group in groups.values() if group.last)
                 self.called_at[rank] = max(last, default=0.0)
                 self.__dict__.pop("wait", None)  # computed again when it is read
-            case "window":
-                self.windows.append(event)
             case "announce":
                 size = self.world_size if facts["global_batch_size"] else 0
                 values = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
@@ -190,7 +179,7 @@ class Record:
     def fact(self, kind: str, name: str, default: Any = None) -> Any:
         """A fact of the launcher's latest act of this kind; `default` if there is none."""
         event = self.act(kind)
-        return default if event is None else event.facts[name]
+        return default if event is None else event.facts.get(name, default)
 
     @property
     def phase(self) -> Phase:
@@ -242,15 +231,13 @@ class Record:
         return max(at, step.at) if step and times and at >= self.called_at[rank] else at
 
     @property
-    def unanswered(self) -> set[int]:
-        """The ranks that were asked for their stacks and have neither answered nor ended."""
-        asked = {*self.fact("asked", "ranks", ())}
-        return asked - self.stacks.keys() - self.done.keys() - self.failures.keys()
-
-    @property
     def left(self) -> list[int]:
         """The ranks that still run, or have failed."""
         return [rank for rank in range(self.world_size) if rank not in self.done]
+
+    @property
+    def made_steps(self) -> bool:
+        return bool(self.paces)
 
     @property
     def newest_step(self) -> int:

@@ -30,24 +30,26 @@ class Hang(NamedTuple):
     is_over: bool  # whether --hang-timeout is over, so that the job has to end
 
 
-def next_look_at(record: Record) -> float:
-    """When to ask the ranks for their stacks and their calls; infinity as long as no rank seems to wait."""
-    asked, looked = record.act("asked"), record.act("looked")
-    times = [_quiet_at(record)]
+def next_look_at(record: Record, looked_at: float = 0.0, printed_at: float = 0.0) -> float:
+    """When to ask the ranks for their stacks and their calls; infinity as long as no rank seems to wait.
+
+    At `looked_at` a hang was found last, and at `printed_at` the job has last printed something.
+    """
+    asked, times = record.act("asked"), [_quiet_at(record, printed_at)]
     if record.wait is not None:
         times.append(_since(record, record.wait) + WAIT_S)
     if record.forming:
         times.append(min(record.forming.values()) + WAIT_S)
-    at = min((at for at in times if looked is None or at > looked.at), default=float("inf"))
+    at = min((at for at in times if at > looked_at), default=float("inf"))
     return at if asked is None else max(at, asked.at + BETWEEN_LOOKS_S)
 
 
-def find_hang(record: Record) -> Hang | None:
+def find_hang(record: Record, printed_at: float = 0.0) -> Hang | None:
     """The hang that the latest stacks and calls show, None if the job goes on."""
     asked, limit_s = record.act("asked"), record.fact("began", "hang_timeout_s")
     if asked is None:
         return None
-    is_quiet = asked.at >= _quiet_at(record)
+    is_quiet = asked.at >= _quiet_at(record, printed_at)
     wait = find_wait(record.calls, record.world_size, _told(record))
     is_over = is_quiet and limit_s is not None
     if wait is not None and (is_quiet or asked.at >= _since(record, wait) + WAIT_S):
@@ -59,8 +61,8 @@ def find_hang(record: Record) -> Hang | None:
         return Hang(f"{[*record.forming]}", _forming_sentence(record, asked.at), is_over)
     if not is_quiet:
         return None
-    since = _quiet_since(record)
-    what = "made a step" if record.paces else "made a step or printed anything"
+    since = _quiet_since(record, printed_at)
+    what = "made a step" if record.made_steps else "made a step or printed anything"
     sentence = f"no rank has {what} for {asked.at - since:.0f} s: {places_sentence(record)}"
     stacks = _stacks_of(record, record.left) if is_over else ""
     return Hang(f"{since}", f"{sentence}{stacks}", is_over)
@@ -81,15 +83,15 @@ def sentence_at_failure(record: Record) -> str:
 # --- the beginning of a wait ---
 
 
-def _quiet_at(record: Record) -> float:
+def _quiet_at(record: Record, printed_at: float) -> float:
     """When the job is quiet. Without --hang-timeout, a job that has made no step is never quiet."""
     limit_s = record.fact("began", "hang_timeout_s")
-    if limit_s is None and not record.paces:
+    if limit_s is None and not record.made_steps:
         return float("inf")
-    return _quiet_since(record) + (limit_s or QUIET_S)
+    return _quiet_since(record, printed_at) + (limit_s or QUIET_S)
 
 
-def _quiet_since(record: Record) -> float:
+def _quiet_since(record: Record, printed_at: float) -> float:
     """When a rank last made a step, called a collective, began or ended a save, or ended itself.
 
     Before the first step, output of the job counts as well.
@@ -97,8 +99,8 @@ def _quiet_since(record: Record) -> float:
     signs = [pace.since for pace in record.paces.values()]
     signs += [record.last_saved_at, *record.saving.values(), *record.called_at.values()]
     events = [*record.latest["joining"].values(), *record.done.values()]
-    if not record.paces:
-        events += record.latest["printed"].values()
+    if not record.made_steps:
+        signs.append(printed_at)
     return max(record.began_at, *signs, *(event.at for event in events))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpiddp.launch.judge.calls import Calls, by_group
-from mpiddp.launch.judge.events import CHRONIC, Record
+from mpiddp.launch.judge.events import Record
 
+CHRONIC = 3  # windows in a row that name the same straggler
 _LEAST_CALLS = 4  # in a window that is judged
 _LEAST_SHARE = 0.25  # of the time, in which the others wait for a straggler
 _LEAST_GAP_S = 0.001  # between two ranks: the launcher reads the clocks of hosts no better
@@ -15,11 +17,13 @@ _MOST_SLOW = 2 / 3  # of all ranks
 _LONGEST_WINDOW_S = 60.0  # of a window with too few calls
 
 
-def straggler_sentence(record: Record) -> tuple[list[int], str]:
+def straggler_sentence(
+    record: Record, windows: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], str]:
     """The ranks that each of the latest CHRONIC windows names, and a sentence about them, or ""."""
-    windows = [window.facts for window in record.windows]
     if len(windows) < CHRONIC:
         return [], ""
+    windows = windows[-CHRONIC:]
     latest, share = windows[-1]["ranks"], windows[-1]["share"]
     ranks = [rank for rank in latest if all(rank in window["ranks"] for window in windows)]
     are, them = ("is a straggler", "it") if len(ranks) == 1 else ("are stragglers", "them")
@@ -30,7 +34,7 @@ def straggler_sentence(record: Record) -> tuple[list[int], str]:
 def find_stragglers(
     calls: Calls, world_size: int, since: float, now: float
 ) -> dict[str, Any] | None:
-    """The facts of "window": the ranks for which the others wait, slowest first, and the share of the first.
+    """A window: the ranks for which the others wait, slowest first, and the share of the first.
 
     The share of a rank is the part of the time in which the others have entered a call and this rank has not.
     Returns None if the window has too few calls yet, so that it becomes longer.

@@ -53,7 +53,7 @@ def verdict(record: Record) -> Outcome:
     outcome = _judge(record, mpirun, first)._replace(
         stop=record.stop,
         announcement=record.announcement,
-        made_steps=bool(record.paces),
+        made_steps=record.made_steps,
         gpus=[{"rank": rank, **gpu.summary} for rank, gpu in sorted(record.gpus.items())],
     )
     return _with_cause(record, outcome, first) if outcome.code == FAILED else outcome
@@ -111,7 +111,7 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         if has_reason and first.rank in record.latest["supports_stop"]:
             return _of_failure(record, mpirun, first)
     if is_requested and not (all_done and record.latest["supports_stop"]):
-        clause = record.fact("overdue", "clause")
+        clause = record.fact("end", "overdue")
         what = f"{clause}; the job was killed" if clause else "the job was stopped"
         if record.fact("stop", "reason") == HUNG_UP:
             nohup = "With nohup before its command, a job outlives its terminal"
@@ -198,7 +198,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     # ranks waited, it is a failure. A waiting rank may be killed after its claim and before its report.
     reported = {failure.rank for failure in failures if failure.kind == "failed"}
     claims = record.latest["claim"].keys() - reported
-    is_amid = bool(record.paces or claims) or any(map(_may_follow, failures))
+    is_amid = bool(record.made_steps or claims) or any(map(_may_follow, failures))
     is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
     if facts.get("code") == STOPPED or is_refusal:
         return _of_own_end(record, first)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
+from typing import Any
 
 from mpiddp.errors import FAILED, fault
 from mpiddp.hosts.processes import end_all
@@ -37,12 +39,18 @@ ORPHANS_S = 2.0  # for mpirun's orphans to end by themselves
 SILENCE_S = 1.0  # for a host to acknowledge a message
 AT_ONCE_S = 0.5  # for the last lines after a second signal
 LOOK_S = 1.0  # between two looks of the watchers
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, and after an interrupt
 
 _KILL_IF_REPEATED = {*STOP_SIGNALS} - {signal.SIGHUP}  # a closing terminal may send two
 
 
 class Watcher:
-    """Looks on while an attempt runs. It may ask ranks, print sentences, or stop the attempt."""
+    """Looks on while an attempt runs. It may ask ranks, print sentences, or stop the attempt.
+
+    `remark` is a sentence for the status and for viewers, as long as it is true.
+    """
+
+    remark = ""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt, self.plan, self.record = attempt, attempt.plan, attempt.record
@@ -54,6 +62,54 @@ class Watcher:
 
     def look(self, now: float) -> None:
         """Called once a second until the attempt is over."""
+
+    def notice(self, **facts: Any) -> None:
+        """Record for a reader what this watcher has seen."""
+        self.attempt.note("noticed", by=type(self).__name__, **facts)
+
+
+class Stacks:
+    """Asks the ranks for the stacks of their scripts, once for all watchers that want them now."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt, self._record, self._server = attempt, attempt.record, attempt.server
+        self._asked: Set[int] = frozenset()  # the ranks that have been asked
+        self._wanted: list[tuple[Callable[[], None], Callable[[], bool]]] = []
+
+    def ask(self, then: Callable[[], None], interrupts: Callable[[], bool] = lambda: False) -> None:
+        """Ask all ranks, and call `then` when all have answered, or the time is over.
+
+        If `interrupts` then returns True, agents interrupt scripts that do not answer: a script that is only
+        slow must not be interrupted, unless the job is to be ended.
+        """
+        self._wanted.append((then, interrupts))
+        if len(self._wanted) == 1:
+            self._asked = {*self._server.connected}
+            self._attempt.timers.after(STACKS_S, self._interrupt)
+            self._attempt.timers.after(STACKS_S + INTERRUPTED_S, self._close)
+            self._attempt.note("asked")
+            self._server.ask(self._asked, "stacks")
+
+    def on_event(self) -> None:
+        if self._wanted and not self._unanswered:
+            self._attempt.timers.after(
+                0.0, self._close
+            )  # once the attempt has reacted to this event
+
+    @property
+    def _unanswered(self) -> Set[int]:
+        record = self._record
+        return self._asked - record.stacks.keys() - record.done.keys() - record.failures.keys()
+
+    def _interrupt(self) -> None:
+        if any(interrupts() for _, interrupts in self._wanted):
+            self._server.ask(self._unanswered, "stacks", agents=True)
+
+    def _close(self) -> None:
+        self._attempt.timers.cancel(self._interrupt, self._close)
+        wanted, self._wanted = self._wanted, []
+        for then, _ in wanted:
+            self._attempt.let(then)
 
 
 class Attempt:
@@ -71,6 +127,8 @@ class Attempt:
         )
         self.timers = self.server.selector
         self.outcome = Outcome(FAILED, is_complete=False)  # until the verdict
+        self._unseen = deque[Event]()  # events that the watchers see next
+        self.stacks = Stacks(self)
         self._watchers = [watcher(self) for watcher in watchers]
 
     # --- the loop ---
@@ -84,7 +142,7 @@ class Attempt:
         try:
             self.timers.after(self.agents.launcher.stop_at - time.monotonic(), self.request_stop)
             for watcher in self._watchers[:]:
-                self._let(watcher.on_event, self.record.latest["began"][LAUNCHER])
+                self.let(watcher.on_event, self.record.latest["began"][LAUNCHER])
             self.look()
             while self.mpirun.code is None and self.record.phase < Phase.HELD:
                 self.wait()
@@ -104,7 +162,7 @@ class Attempt:
             if not waits:
                 self.agents.clean_up(self.outcome, self.record)
 
-    def _let(self, call: Callable[..., None], *args: object) -> None:
+    def let(self, call: Callable[..., None], *args: object) -> None:
         """Make this call. If it is of a watcher or of the output and fails, the job goes on without that."""
         owner = getattr(call, "__self__", self)
         try:
@@ -127,7 +185,7 @@ class Attempt:
                 for event in self.server.receive(data):
                     self.on_event(event)
         if self.output in ready:  # after "terminal": the echo is off before a password is asked for
-            self._let(self.output.copy)
+            self.let(self.output.copy)
         for number in signals.receive() if signals in ready else ():
             self.on_signal(number)
         if signals.has_resized:
@@ -135,14 +193,14 @@ class Attempt:
             if (terminal := self.plan.options.terminal).files:
                 self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
         for reaction in self.timers.due():
-            self._let(reaction)
+            self.let(reaction)
 
     def look(self) -> None:
         """Let the watchers look, once a second."""
         now = time.monotonic()
         self.timers.after(min(LOOK_S, self.plan.options.hang_timeout_s or LOOK_S), self.look)
         for watcher in self._watchers:
-            self._let(watcher.look, now)
+            self.let(watcher.look, now)
 
     # --- events ---
 
@@ -150,12 +208,23 @@ class Attempt:
         """Record an act of the launcher, at this time or now."""
         self._show(Event(kind, facts=facts, at=time.monotonic() if at is None else at))
 
+    @property
+    def remark(self) -> str:
+        """A sentence of the watchers about the attempt, or ""."""
+        return next((watcher.remark for watcher in self._watchers if watcher.remark), "")
+
     def _show(self, event: Event) -> None:
-        """Record an event, and show it to the watchers."""
+        """Record an event, and show it to all watchers before a later one, which one of them may cause."""
         if event.kind in KINDS:
             self.record.add(event)
-        for watcher in self._watchers:
-            self._let(watcher.on_event, event)
+        self._unseen.append(event)
+        if len(self._unseen) > 1:  # a watcher has caused this one, and the loop below shows it
+            return
+        while self._unseen:
+            for watcher in self._watchers:
+                self.let(watcher.on_event, self._unseen[0])
+            self._unseen.popleft()
+        self.stacks.on_event()
 
     def on_event(self, event: Event) -> None:
         """Record a message of a rank or a viewer, show it to the watchers, and react to it."""
@@ -245,10 +314,10 @@ class Attempt:
         end_s = self.plan.options.failed_grace_s + (FAILED_END_S if has_failed else END_S)
         self.timers.after(after_s + end_s, self._end_mpirun_after_saves)
 
-    def _begin_end(self, why: str = "", *, has_failed: bool = False) -> None:
+    def _begin_end(self, why: str = "", overdue: str = "", *, has_failed: bool = False) -> None:
         """Record that the launcher ends the ranks. The first reason counts."""
         if self.record.phase < Phase.ENDING:
-            self.note("end", failed=has_failed, why=why)
+            self.note("end", failed=has_failed, why=why, overdue=overdue)
 
     def _end_ranks(self) -> None:
         self.server.send_all("end", code=1)
@@ -260,8 +329,9 @@ class Attempt:
         else:
             self.end_mpirun()
 
-    def end_mpirun(self) -> None:
-        self._begin_end()
+    def end_mpirun(self, overdue: str = "") -> None:
+        """Let mpirun end its ranks: those that the clause `overdue` names have not stopped in time."""
+        self._begin_end(overdue=overdue)
         self.timers.cancel(self.end_mpirun)
         self.mpirun.stop()
         # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.

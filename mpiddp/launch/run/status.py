@@ -8,7 +8,6 @@ from typing import Any
 from mpiddp.hosts.gpus import CHANGING
 from mpiddp.launch.judge.events import Phase, Record
 from mpiddp.launch.judge.gpu_use import find_idle
-from mpiddp.launch.judge.stragglers import straggler_sentence
 from mpiddp.text import counted, duration, escaped, size_text
 
 # A narrow terminal cuts the other names.
@@ -17,9 +16,9 @@ _QUIET_STEPS, _QUIET_S = 10, 3.0  # a rank without a step is quiet after the lon
 _LONGEST_LINE = 200  # characters of a rank's last line
 
 
-def status_lines(record: Record, now: float) -> list[str]:
-    """The lines of the status. There are none before the first step."""
-    if not record.paces:
+def status_lines(record: Record, now: float, straggler: str = "") -> list[str]:
+    """The lines of the status, with the sentence about a straggler. There are none before the first step."""
+    if not record.made_steps:
         return []
     step, shown = record.newest_step, dict(record.shown)
     total = shown.pop("total", None)
@@ -38,7 +37,7 @@ def status_lines(record: Record, now: float) -> list[str]:
     if (attempt := record.fact("began", "attempt")) > 1:
         machines.append(f"attempt {attempt}")
     machines.append(f"{size_text(max(pace.memory for pace in record.paces.values()))} a rank")
-    if straggler := straggler_sentence(record)[1]:
+    if straggler:
         machines.append(straggler.partition(":")[0])
     uses = [use for gpu in record.gpus.values() if (use := gpu.facts["use"]) is not None]
     if uses:
@@ -50,7 +49,9 @@ def status_lines(record: Record, now: float) -> list[str]:
     return [escaped("  ".join(training)), escaped("  ".join(machines))]
 
 
-def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
+def job_facts(
+    record: Record, latest: Mapping[int, bytes], now: float, straggler: str = ""
+) -> dict[str, Any]:
     """The state of the job and of each rank, in seconds and bytes. `latest` is the end of its output."""
     ranks = range(record.world_size)
     table = [_rank_facts(record, rank, latest.get(rank, b""), now) for rank in ranks]
@@ -59,10 +60,10 @@ def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[s
     return {
         "attempt": record.fact("began", "attempt"),
         "phase": "restarting" if record.phase is Phase.HELD else record.phase.name.lower(),
-        "straggler": straggler_sentence(record)[1],
+        "straggler": straggler,
         "idle_gpus": f"{they.format(record.names(idle))}{others}." if idle else "",
         "ranks": table,
-        "step": record.newest_step if record.paces else None,
+        "step": record.newest_step if record.made_steps else None,
         "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
     }
 

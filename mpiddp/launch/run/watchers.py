@@ -7,11 +7,14 @@ stop the attempt, which knows none of them by name (`mpiddp.launch.run.attempt`)
 from __future__ import annotations
 
 import json
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
@@ -24,7 +27,7 @@ from mpiddp.launch.judge.hangs import (
 )
 from mpiddp.launch.judge.pace import WINDOW_S
 from mpiddp.launch.judge.stacks import shown_stack
-from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
+from mpiddp.launch.judge.stragglers import CHRONIC, find_stragglers, straggler_sentence
 from mpiddp.launch.plan.job_plan import search_once
 from mpiddp.launch.run.attempt import Attempt, Watcher
 from mpiddp.launch.run.output import OUTPUT_S
@@ -36,7 +39,6 @@ from mpiddp.protocol.variables import JOIN_TIMEOUT_S, PATIENCE, SAVE_GRACE_S
 
 START_TIMEOUT_S = 120.0  # for the first rank to start, and then to join: disk caches may be cold
 PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hosts still answer
-STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, and after an interrupt
 _LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
 
 
@@ -91,13 +93,15 @@ class Output(Watcher):
     def look(self, now: float) -> None:
         self.output.show_growth()
         if self.record.runs and self.output.shows_status:
-            self.output.show_status(status_lines(self.record, now))
+            self.output.show_status(status_lines(self.record, now, self.attempt.remark))
 
 
 class LateStart(Watcher):
     """Limit the time to start and to join, and name the hosts that are lost, or the ranks that are late."""
 
     _lost_hosts: Sequence[str] = ()  # sentences about hosts whose ranks have not started
+    _limit_s, _ends_at = 0.0, math.inf  # for all ranks to join, or for the first one to start
+    _is_late = False
 
     def on_event(self, event: Event) -> None:
         record, agents = self.record, self.attempt.agents
@@ -110,35 +114,44 @@ class LateStart(Watcher):
         match event.kind:
             # srun may wait for other job steps to end.
             case "began" if not self.plan.starter.has_scheduler:
-                self.attempt.note("limit", seconds=start_s)
+                self._allow(start_s)
                 if agents.has_logged_in:
                     self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, record, record.phase)
             case "started" if num_started == record.world_size:
-                self.attempt.note("limit", seconds=start_s)
+                self._allow(start_s)
             case "started" if num_started == 1:
-                self.attempt.note("limit", seconds=timeout_s or JOIN_TIMEOUT_S)
+                self._allow(timeout_s or JOIN_TIMEOUT_S)
             case "joining" if len(record.latest["joining"]) == 1:
-                self.attempt.note("limit", seconds=event.facts["timeout_s"])
-            case "answered" if record.act("late"):
-                sentence = missing_sentence(record, record.fact("limit", "seconds"))
-                others_wait = record.latest["joining"] or num_started < record.world_size
-                (self.attempt.end_job if others_wait else self.output.log)(sentence)
+                self._allow(event.facts["timeout_s"])
             case "mpirun" if event.facts["code"]:  # its ssh may have failed
                 if lost := self._probe():
-                    self.attempt.note("end", failed=False, why="\n".join(lost))
+                    self.attempt.note("end", failed=False, why="\n".join(lost), overdue="")
+
+    def _allow(self, seconds: float) -> None:
+        self._is_late, self._limit_s, self._ends_at = False, seconds, time.monotonic() + seconds
 
     def look(self, now: float) -> None:
-        record, limit = self.record, self.record.act("limit")
+        record = self.record
         if record.phase is not Phase.STARTING:
             return
         if self._lost_hosts:
             self.attempt.end_job("\n".join(self._lost_hosts))
-        elif limit and not record.act("late") and now >= limit.at + limit.facts["seconds"]:
-            self.attempt.note("late")  # so the ranks are asked for their stacks
+        elif now >= self._ends_at:
+            self._is_late, self._ends_at = True, math.inf
+            self.notice(seconds=self._limit_s)
+            self.attempt.stacks.ask(self._name_late_ranks, lambda: self._is_late)
             if not record.latest["started"]:
                 # No other limit would end an mpirun that hangs.
                 why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
-                self.attempt.end_job(f"no rank has started in {limit.facts['seconds']:g} s: {why}")
+                self.attempt.end_job(f"no rank has started in {self._limit_s:g} s: {why}")
+
+    def _name_late_ranks(self) -> None:
+        record = self.record
+        if self._is_late and record.phase is Phase.STARTING:
+            sentence = missing_sentence(record, self._limit_s)
+            have_all_started = len(record.latest["started"]) == record.world_size
+            others_wait = record.latest["joining"] or not have_all_started
+            (self.attempt.end_job if others_wait else self.output.log)(sentence)
 
     def _probe(self) -> list[str]:
         """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
@@ -178,12 +191,10 @@ class SilentHosts(Watcher):
                 self.attempt.on_event(event)
 
 
-class Stacks(Watcher):
-    """Ask the ranks for the stacks of their scripts, and record "answered" when these have come.
+class Hangs(Watcher):
+    """Print where the ranks are if the job may hang, and end it after --hang-timeout."""
 
-    The ranks are asked if the job may hang, if some have not joined in time, if one fails, and for viewers.
-    """
-
+    _looked_at = _printed_at = 0.0  # when it last found a hang, and when the job last printed
     _has_failed = False
 
     def on_event(self, event: Event) -> None:
@@ -191,68 +202,41 @@ class Stacks(Watcher):
         self._has_failed = bool(record.latest["claim"] or record.failures)
         if self._has_failed and not had_failed and record.phase < Phase.ENDING:
             # The verdict names the collectives in which the ranks are now, and they end soon.
-            self._ask()
-        if event.kind in ("late", "view_stacks") and record.phase is not Phase.HELD:
-            self._ask()
-        if self._is_asking and not record.unanswered:
-            self.timers.after(0.0, self._close)  # once the attempt has reacted to this event
-
-    def look(self, now: float) -> None:
-        if self.record.runs and now >= next_look_at(self.record):
-            self._ask()
-
-    @property
-    def _is_asking(self) -> bool:
-        return bool(self.record.act("asked") and not self.record.act("answered"))
-
-    def _ask(self) -> None:
-        """Ask all ranks, unless they are being asked already."""
-        if self._is_asking:
-            return
-        self.timers.after(STACKS_S, self._interrupt)
-        self.timers.after(STACKS_S + INTERRUPTED_S, self._close)
-        self.attempt.note("asked", ranks=sorted(self.server.connected))
-        self.server.ask(self.server.connected, "stacks")
-
-    def _interrupt(self) -> None:
-        """Have agents interrupt scripts that do not answer, but only if the job is to be ended.
-
-        A script that is only slow must not be interrupted.
-        """
-        record = self.record
-        hang = find_hang(record) if record.runs else None
-        is_late = record.phase is Phase.STARTING and record.act("late") is not None
-        if is_late or (hang is not None and hang.is_over):
-            self.server.ask(record.unanswered, "stacks", agents=True)
-
-    def _close(self) -> None:
-        self.timers.cancel(self._interrupt, self._close)
-        self.attempt.note("answered")
-
-
-class Hangs(Watcher):
-    """Print where the ranks are if the job may hang, and end it after --hang-timeout."""
-
-    def on_event(self, event: Event) -> None:
-        is_to_judge = event.kind == "answered" and self.record.runs
-        if is_to_judge and (hang := find_hang(self.record)) is not None:
-            self.attempt.note("looked")
-            self.output.log(hang.sentence, hang.about, is_error=True)
-            if hang.is_over:
-                self.attempt.end_job(HUNG)
+            self.attempt.stacks.ask(self._judge)
 
     def look(self, now: float) -> None:
         """Before the first step, output is the only sign that the job goes on."""
-        record, printed, copied_at = self.record, self.record.act("printed"), self.output.copied_at
-        is_new = printed is None or printed.at != copied_at
-        if record.runs and not record.newest_step and is_new:
-            self.attempt.note("printed", at=copied_at)
+        record = self.record
+        if not record.runs:
+            return
+        if not record.made_steps:
+            self._printed_at = self.output.copied_at
+        if now >= next_look_at(record, self._looked_at, self._printed_at):
+            self.attempt.stacks.ask(self._judge, self._is_over)
+
+    def _is_over(self) -> bool:
+        hang = find_hang(self.record, self._printed_at) if self.record.runs else None
+        return hang is not None and hang.is_over
+
+    def _judge(self) -> None:
+        hang = find_hang(self.record, self._printed_at) if self.record.runs else None
+        if hang is not None:
+            self._looked_at = time.monotonic()
+            self.notice(printed_at=self._printed_at)
+            self.output.log(hang.sentence, hang.about, is_error=True)
+            if hang.is_over:
+                self.attempt.end_job(HUNG)
 
 
 class Stragglers(Watcher):
     """Ask the scripts for their collectives in each window, and name the ranks for which others wait."""
 
     _asks_at = 0.0
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__(attempt)
+        self._windows = deque[Mapping[str, Any]](maxlen=CHRONIC)
+        self._since = self.record.began_at  # of the present window
 
     def look(self, now: float) -> None:
         record = self.record
@@ -261,14 +245,16 @@ class Stragglers(Watcher):
         if now >= self._asks_at:
             self._asks_at = now + WINDOW_S
             self.server.ask(self.server.scripts, "calls")
-        since = record.windows[-1].at if record.windows else record.began_at
-        is_over = now >= since + WINDOW_S
-        slow = find_stragglers(record.calls, record.world_size, since, now) if is_over else None
+        is_over = now >= self._since + WINDOW_S
+        ranks = record.world_size
+        slow = find_stragglers(record.calls, ranks, self._since, now) if is_over else None
         if slow is not None:
-            self.attempt.note("window", **slow)
-            ranks, sentence = straggler_sentence(record)
-            if ranks:  # the same ranks are named once
-                self.output.log(sentence, about=f"stragglers {sorted(ranks)}")
+            self.notice(**slow)
+            self._since = now
+            self._windows.append(slow)
+            named, self.remark = straggler_sentence(record, [*self._windows])
+            if named:  # the same ranks are named once
+                self.output.log(self.remark, about=f"stragglers {sorted(named)}")
 
 
 class GraceTime(Watcher):
@@ -294,9 +280,8 @@ class GraceTime(Watcher):
             clause = f"{record.names(late)} had not stopped {after} (--grace)"
             if savers:
                 clause = f"{savers} {'was' if is_one else 'were'} still saving {after}"
-            self.attempt.note("overdue", clause=clause)
             if record.stop is Stop.BY_USER:
-                self.attempt.end_mpirun()
+                self.attempt.end_mpirun(overdue=clause)
             else:
                 self.attempt.end_job(f"{clause}.")
 
@@ -309,18 +294,21 @@ class Viewers(Watcher):
     def on_event(self, event: Event) -> None:
         record, answer = self.record, self.launcher.console.answer
         if event.kind == "view_job":
-            state = job_facts(record, self.output.latest, time.monotonic())
-            answer(event.facts["viewer"], **state)
+            now, remark = time.monotonic(), self.attempt.remark
+            answer(event.facts["viewer"], **job_facts(record, self.output.latest, now, remark))
         elif event.kind == "view_stacks" and record.phase is Phase.HELD:
             between = "no rank runs now: the job restarts."
             answer(event.facts["viewer"], sentence=between, stacks={})
         elif event.kind == "view_stacks":
             self._waiting += (event.facts["viewer"],)
-        elif event.kind == "answered":
-            stacks = {rank: shown_stack(facts["text"]) for rank, facts in record.stacks.items()}
-            for viewer in self._waiting:
-                answer(viewer, sentence=places_sentence(record), stacks=stacks)
-            self._waiting = ()
+            self.attempt.stacks.ask(self._send_stacks)
+
+    def _send_stacks(self) -> None:
+        record, waiting, self._waiting = self.record, self._waiting, ()
+        stacks = {rank: shown_stack(facts["text"]) for rank, facts in record.stacks.items()}
+        for viewer in waiting:
+            sentence = places_sentence(record)
+            self.launcher.console.answer(viewer, sentence=sentence, stacks=stacks)
 
 
 class Growth(Watcher):
@@ -373,8 +361,7 @@ class Functions(Watcher):
             exchange.take(event, self.server)
 
 
-# The record's file comes first, because the others record further events.
 WATCHERS: tuple[type[Watcher], ...] = (
-    *(RecordFile, Output, LateStart, SilentHosts, Stacks, Hangs, Stragglers),
+    *(RecordFile, Output, LateStart, SilentHosts, Hangs, Stragglers),
     *(GraceTime, Viewers, Growth, Functions),
 )

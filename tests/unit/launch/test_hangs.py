@@ -45,7 +45,7 @@ class Job:
         hosts = [chr(ord("a") + rank) for rank in range(ranks)]
         self.now = 1000.0
         self.record = Record(hosts, at=self.now, hang_timeout_s=timeout_s)
-        self.printed_at = self.now
+        self.looked_at, self.printed_at = 0.0, self.now
         self.stacks: dict[int, Frames] = {}
         # Ranks in a collective that others have not entered.
         self.waits_since: dict[int, float] = {}
@@ -74,19 +74,16 @@ class Job:
         end, sentences = self.now + seconds, ""
         while self.now < end:
             self.now += min(1.0, end - self.now)
-            if self.printed_at != self.record.began_at:
-                self.record.add(Event("printed", at=self.printed_at))
             if int(self.now) % 10 == 0:
                 self.tell_calls()
-            if self.now >= next_look_at(self.record):
+            if self.now >= next_look_at(self.record, self.looked_at, self.printed_at):
                 self.looks += 1
-                everyone = [*range(self.record.world_size)]
-                self.record.add(Event("asked", facts={"ranks": everyone}, at=self.now))
+                self.record.add(Event("asked", at=self.now))
                 self.tell_calls()
                 for rank, frames in self.stacks.items():
                     self.note(rank, "stacks", text=stack(frames))
-                if (hang := find_hang(self.record)) is not None:
-                    self.record.add(Event("looked", at=self.now))
+                if (hang := find_hang(self.record, self.printed_at)) is not None:
+                    self.looked_at = self.now
                     sentences += hang.sentence * (hang.about not in self.printed)
                     self.printed.add(hang.about)
         return sentences
@@ -137,7 +134,7 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on():
     record = Record(["a"], at=0.0, hang_timeout_s=60.0)
     record.add(Event("progress", 0, progress(1), 0.0))
     assert next_look_at(record) == 60.0
-    record.add(Event("asked", facts={"ranks": [0]}, at=60.0))
+    record.add(Event("asked", at=60.0))
     record.add(Event("progress", 0, progress(2), 61.0))
     record.add(Event("stacks", 0, {"text": stack(OPENS)}, 62.0))
     assert find_hang(record) is None

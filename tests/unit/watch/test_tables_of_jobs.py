@@ -139,9 +139,7 @@ def test_the_status_says_how_far_the_training_is():
     report(record, 0, 1000, 0.0, total=4000, loss=0.123456, epoch=3, phase="warm-up\x1b[2J")
     report(record, 1, 1000, 0.0, loss=9.0)
     report(record, 0, 1100, 10.0)
-    for _ in range(3):
-        record.add(Event("window", facts={"ranks": [2], "share": 0.4}))
-    assert status_lines(record, 10.0) == [
+    assert status_lines(record, 10.0, "rank 2 on b is a straggler: the others wait.") == [
         "step 1,100/4,000 (28%)  10 steps/s  5 min left  epoch 3  loss 0.1235  phase warm-up\\x1b[2J",
         "3 ranks on 2 hosts  attempt 2  1.1 GB a rank  rank 2 on b is a straggler",
     ]
