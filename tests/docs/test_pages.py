@@ -27,7 +27,7 @@ from docs.__main__ import written
 from mpiddp import cli
 from mpiddp.cli import VERBS
 from mpiddp.hosts import gpu_health
-from mpiddp.launch.judge import events, hangs, pace, stragglers
+from mpiddp.launch.judge import hangs, pace, stragglers
 from mpiddp.launch.plan.options import LaunchOptions, option_parser
 from mpiddp.launch.run import job
 from mpiddp.protocol import variables as names
@@ -144,7 +144,7 @@ def test_every_chapter_of_the_promises_runs_on_a_pull_request():
 TIMES = [  # of the program, in sentences of the pages
     ("hangs", "have waited in a collective for {:.0f} s", hangs.WAIT_S),
     ("hangs", "for {:.0f} min no rank makes a step", hangs.QUIET_S / 60),
-    ("hangs", "If that goes on for {:.0f} s", events.CHRONIC * pace.WINDOW_S),
+    ("hangs", "If that goes on for {:.0f} s", stragglers.CHRONIC * pace.WINDOW_S),
     ("hangs", "A rank is reported from {:.0f} %", 100 * stragglers._LEAST_SHARE),
     ("hangs", "It is {:.0f} min if mpiddp forms", COLLECTIVE_TIMEOUT_S / 60),
     ("hangs", "within `--timeout` ({:.0f} s)", names.JOIN_TIMEOUT_S),
