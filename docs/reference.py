@@ -28,7 +28,6 @@ from mpiddp.protocol.server import Event
 from mpiddp.runtime import patches
 from mpiddp.text import as_json
 from mpiddp.watch.running_jobs import NO_ANSWER
-from mpiddp.watch.runs import RunSummary
 
 PAGE = Path(__file__).with_suffix(".md")
 
@@ -232,7 +231,6 @@ def _outcome() -> str:
 def _others() -> dict[str, str]:
     """A document of each other kind, by the command that prints it."""
     facts = {"age_s": 40.5, **status.job_facts(_record(), {1: b"epoch 3, loss 0.412\n"}, 40.5)}
-    run = RunSummary(Path("runs/a"), "done", 1000, 1920.0, {"test_accuracy": 0.91, "loss": 0.1972})
     line = Line(
         "limits", "warn", "/dev/shm has 64 MB on node2", "start the container with --ipc host"
     )
@@ -249,7 +247,6 @@ def _others() -> dict[str, str]:
         f"`mpiddp ps --json`, where `phase` is {phases}, {NO_ANSWER} or suspended": as_json(
             "ps", {"jobs": [{"pid": 4711, "name": "train.py", **facts}]}
         ),
-        "`mpiddp runs --json`": as_json("runs", {"runs": [run.facts()]}),
         "`mpiddp doctor --json`": as_json("doctor", doctor),
         "`mpiddp drill --json`": as_json("drill", {"results": [asdict(drilled)]}),
     }

@@ -10,8 +10,8 @@ import stat
 import struct
 from pathlib import Path
 
-_FLOCK = "hhqqi0q"  # the kernel's struct flock: type, whence, start, length, pid
-WRITE_LOCK = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # of a whole file
+# The kernel's struct flock, of a whole file: type, whence, start, length, pid.
+WRITE_LOCK = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def read_limited(path: Path, limit: int) -> bytes:
@@ -80,13 +80,3 @@ def locked_folder(folder: Path, lock: str) -> int:
     fcntl.flock(owner, fcntl.LOCK_EX)
     unnamed.rename(folder / lock)
     return owner
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of this file, for example of a run's owner.json."""
-    try:
-        with path.open("rb") as file:
-            answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, WRITE_LOCK)
-    except OSError:
-        return False
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

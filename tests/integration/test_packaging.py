@@ -120,7 +120,7 @@ EVERY_NAME = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
     [
         ("from mpiddp import UserError, World", set()),
         ("import mpiddp.cli, mpiddp.launch.main, mpiddp.hosts.main", set()),
-        ("import mpiddp.checkpoints.main, mpiddp.watch.runs", set()),
+        ("import mpiddp.checkpoints.main, mpiddp.watch.table", set()),
         ("import mpiddp.runtime.agent, mpiddp.spawning.spawn", set()),
         (EVERY_NAME, {"torch", "numpy"}),  # only ranks that mpirun started need mpi4py
     ],

@@ -15,7 +15,6 @@ from tests.support import installs
 from tests.support.patience import slowness
 from tests.support.place import Here, Hosts, Place, eventually, here_and_on_hosts, program
 from tests.support.ranks import ROOT, find_mpirun, mpirun_command
-from tests.support.run_folders import write_run
 from tests.support.training import steps_kept
 
 HYBRID = str(ROOT / "examples/hybrid.py")
@@ -363,41 +362,6 @@ def test_bench_of_a_script_that_cannot_be_measured(here, text, words):
     done = here.run("bench", "scaling", "-H", "localhost:1", "--out", "out", here.script(text))
     assert words in done.assert_code(1).stderr
     assert not (here.folder / "out/scaling.json").exists()
-
-
-def test_runs(here):
-    """`mpiddp runs` lists the runs of a folder: state, step, accuracy, loss, rate, duration."""
-    write_run(here.folder / "a", steps=1000, restarts_at=[300])
-    write_run(here.folder / "b", failures={1: "OSError: gone"}, ends=False)
-    script = here.folder / "c\x1b[31m"
-    (script / "checkpoints").mkdir(parents=True)
-    (script / "metrics.jsonl").write_text('{"step": 7, "loss": 0.5}\n{"st')
-    (here.folder / "notes").mkdir()
-    assert here.run("runs", ".").assert_ok().lines == [
-        "RUN        STATE    STEP  ACCURACY     LOSS            RATE  DURATION",
-        "a          done    1,000    91.00%   0.1972  1,000 images/s    17 min",
-        "b          failed    100    91.00%  0.06387  1,049 images/s     100 s",
-        "c\\x1b[31m  -           7         -      0.5               -         -",
-    ]
-
-
-RECORDS_EVERY_FIFTH = """
-import mpiddp
-checkpoints = mpiddp.Checkpoints("run")
-checkpoints.resume()
-for step in range(1, 13):
-    if step % 5 == 0:
-        mpiddp.log_metrics(step, loss=1 / step)
-    checkpoints.due(step)
-"""
-
-
-def test_steps_that_were_made(here):
-    """`mpiddp runs` and its --json show the steps that a script has made, not those of its last record."""
-    here.run("launch", *here.where(1), here.script(RECORDS_EVERY_FIFTH)).assert_ok()
-    assert here.run("runs", ".").assert_ok().lines[1].split()[:3] == ["run", "done", "12"]
-    (run,) = json.loads(here.run("runs", "--json", ".").assert_ok().stdout)["runs"]
-    assert (run["path"], run["state"], run["step"], run["train_loss"]) == ("run", "done", 12, 0.1)
 
 
 LOGS_STEPS = """
