@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from benchmarks.harness import turns
 from benchmarks.start import LAUNCHERS, start_command, time_start
 from mpiddp.arguments import duration
-from mpiddp.bench.figures import Result, turns
-from mpiddp.bench.machine import machine
-from mpiddp.bench.measured_jobs import launch_command
+from mpiddp.bench.measured_jobs import Result, launch_command, machine
 
 PLAIN, DEFAULTS = "fp32", "the defaults"
 SETTINGS: dict[str, tuple[str, ...]] = {

@@ -19,11 +19,16 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks import host_cores
-from benchmarks.harness import ENV, markdown
+from benchmarks.harness import ENV, markdown, option, ratios, run_script, turns, wholes
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, option, ratios, read_results, spread, turns, wholes
-from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, launch_command
+from mpiddp.bench.measured_jobs import (
+    BenchJobFailed,
+    Jobs,
+    Result,
+    launch_command,
+    read_results,
+    spread,
+)
 from mpiddp.errors import UserError, print_error
 from mpiddp.text import counted
 from mpiddp.train.train import STARTUP_STEPS
@@ -185,8 +190,6 @@ def _title(results: Result) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    row = Row("what the network costs, and what gives it back", takes_hosts=False)
-    module = sys.modules[__name__]
     sys.exit(
-        run_benchmark("python -m benchmarks.reference", "reference", row, module, sys.argv[1:])
+        run_script("reference", "what the network costs, and what gives it back", takes_hosts=False)
     )

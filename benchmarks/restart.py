@@ -12,10 +12,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from benchmarks.harness import option, run_script
 from benchmarks.start import Results, compared, in_turn, start_command
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import option
-from mpiddp.bench.main import Row, run_benchmark
 from mpiddp.bench.measured_jobs import Jobs
 
 OPTIONS = {"mpiddp": ("--max-restarts=1",), "torchrun": ("--max-restarts=1", "--standalone")}
@@ -44,6 +43,10 @@ def table(results: Results) -> str:
 
 
 if __name__ == "__main__":
-    row = Row("the time from the kill of a rank to the first all-reduce after it", least_ranks=2)
-    module = sys.modules[__name__]
-    sys.exit(run_benchmark("python -m benchmarks.restart", "restart", row, module, sys.argv[1:]))
+    sys.exit(
+        run_script(
+            "restart",
+            "the time from the kill of a rank to the first all-reduce after it",
+            least_ranks=2,
+        )
+    )

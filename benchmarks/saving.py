@@ -15,12 +15,10 @@ import sys
 from dataclasses import dataclass
 from statistics import mean, median
 
-from benchmarks.harness import ENV, markdown
+from benchmarks.harness import ENV, markdown, option, ratios, run_job, run_script
 from benchmarks.training import check_training
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, option, ratios
-from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.measured_jobs import Jobs
+from mpiddp.bench.measured_jobs import Jobs, Result
 from mpiddp.errors import print_error
 from mpiddp.text import counted
 
@@ -35,10 +33,9 @@ class Options:
     folder: str | None = option("folder of the checkpoints (default: a temporary one)")
 
 
-def measure(options: Options, jobs: Jobs) -> Result:
+def measure(options: Options, jobs: Jobs, training: list[str]) -> Result:
     print_error(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
-    job = ("-m", "benchmarks.ranks.saving")
-    results: Result = jobs.run_job(*job, options=options, ranks=jobs.slots)
+    results: Result = run_job(jobs, "benchmarks.ranks.saving", options, training)
     return results
 
 
@@ -67,6 +64,4 @@ def table(results: Result) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    module = sys.modules[__name__]
-    row = Row("the cost of a save", check=check_training)
-    sys.exit(run_benchmark("python -m benchmarks.saving", "saving", row, module, sys.argv[1:]))
+    sys.exit(run_script("saving", "the cost of a save", check=check_training))

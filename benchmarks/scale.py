@@ -19,10 +19,8 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from benchmarks.harness import ENV
-from mpiddp.bench.figures import Result, aligned, option, wholes
-from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.measured_jobs import Jobs, progress
+from benchmarks.harness import ENV, option, progress, run_script, wholes
+from mpiddp.bench.measured_jobs import Jobs, Result, aligned
 
 MEASURED = ("launcher", "server")
 
@@ -63,6 +61,8 @@ def table(results: Result) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    module = sys.modules[__name__]
-    row = Row("the cost of large jobs to the launcher, or beside rank 0", takes_hosts=False)
-    sys.exit(run_benchmark("python -m benchmarks.scale", "scale", row, module, sys.argv[1:]))
+    sys.exit(
+        run_script(
+            "scale", "the cost of large jobs to the launcher, or beside rank 0", takes_hosts=False
+        )
+    )

@@ -20,10 +20,16 @@ from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
+from benchmarks.harness import option, progress, run_script, turns, wholes
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import aligned, option, spread, turns, wholes
-from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, launch_command, output_of, progress
+from mpiddp.bench.measured_jobs import (
+    BenchJobFailed,
+    Jobs,
+    aligned,
+    launch_command,
+    output_of,
+    spread,
+)
 
 SCRIPT = str(Path(__file__).with_name("ranks") / "all_reduces.py")
 LAUNCHERS = ("mpiddp", "torchrun")
@@ -149,8 +155,10 @@ def _cells(seconds: list[float], of_torchrun: list[float]) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    row = Row(
-        "the time from the command to the first all-reduce, beside torchrun", takes_hosts=False
+    sys.exit(
+        run_script(
+            "start",
+            "the time from the command to the first all-reduce, beside torchrun",
+            takes_hosts=False,
+        )
     )
-    module = sys.modules[__name__]
-    sys.exit(run_benchmark("python -m benchmarks.start", "start", row, module, sys.argv[1:]))

@@ -14,12 +14,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from benchmarks.harness import ENV
+from benchmarks.harness import ENV, option, ratios, run_job, run_script
 from benchmarks.training import check_training, title
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, aligned, option, ratios, spread
-from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.measured_jobs import Jobs
+from mpiddp.bench.measured_jobs import Jobs, Result, aligned, spread
 from mpiddp.errors import print_error
 from mpiddp.text import counted
 
@@ -40,9 +38,9 @@ class Results(TypedDict):
     step_s: dict[str, list[float]]
 
 
-def measure(options: Options, jobs: Jobs) -> Any:
+def measure(options: Options, jobs: Jobs, training: list[str]) -> Any:
     print_error(f"step: {counted(jobs.slots, 'rank')}")
-    return jobs.run_job("-m", "benchmarks.ranks.step", options=options, ranks=jobs.slots)
+    return run_job(jobs, "benchmarks.ranks.step", options, training)
 
 
 def table(results: Results) -> str:
@@ -59,6 +57,6 @@ def table(results: Results) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    row = Row("the loop of mpiddp train beside a bare loop", check=check_training)
-    module = sys.modules[__name__]
-    sys.exit(run_benchmark("python -m benchmarks.step", "step", row, module, sys.argv[1:]))
+    sys.exit(
+        run_script("step", "the loop of mpiddp train beside a bare loop", check=check_training)
+    )

@@ -1,6 +1,6 @@
 """The parts of `mpiddp train`, so that the benchmarks measure the same training.
 
-A benchmark takes its options too: `check_training` is that of its `Row`.
+A benchmark takes its options too: `check_training` is its check of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mpiddp
-from mpiddp.bench.figures import Result
+from mpiddp.bench.measured_jobs import Result
 from mpiddp.errors import UserError
 from mpiddp.train.data import Data
 from mpiddp.train.train import (

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from benchmarks.harness import turns
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from benchmarks.training import Clock, build, synthetic_job
-from mpiddp.bench.figures import emit, turns
+from mpiddp.bench.measured_jobs import emit
 from mpiddp.runtime.job.session import current
 from mpiddp.train.train import backward, gathered, images_of, open_checkpoints, save
 

@@ -7,9 +7,10 @@ import sys
 
 import torch.nn.functional as F
 
+from benchmarks.harness import turns
 from benchmarks.step import BARE, BARE_AGAIN, RUNNER, Options
 from benchmarks.training import Clock, Job, build, synthetic_job, time_runner
-from mpiddp.bench.figures import Result, emit, turns
+from mpiddp.bench.measured_jobs import Result, emit
 from mpiddp.train.data import Batch
 from mpiddp.train.train import STARTUP_STEPS, autocast, learning_rate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.training import synthetic_job, time_runner
-from mpiddp.bench.figures import emit
+from mpiddp.bench.measured_jobs import emit
 from mpiddp.train.train import STARTUP_STEPS
 
 

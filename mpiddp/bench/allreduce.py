@@ -12,16 +12,15 @@ import json
 import re
 import sys
 import time
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from mpiddp.arguments import duration, whole
-from mpiddp.bench.figures import Result, aligned, emit, option, spread
-from mpiddp.bench.machine import machine
-from mpiddp.bench.measured_jobs import Jobs
+from mpiddp.bench.main import BENCHMARKS
+from mpiddp.bench.measured_jobs import Result, aligned, emit, machine, new_parser, plan_jobs, spread
 from mpiddp.errors import print_error
+from mpiddp.hosts.where import add_file, settle
 from mpiddp.text import counted, shown
 
 if TYPE_CHECKING:
@@ -44,14 +43,32 @@ def size_bytes(text: str) -> int:
     return size
 
 
-@dataclass(frozen=True)
-class Options:
-    backend: str | None = option(
-        "one of them (default: both if there are GPUs)", choices=("gloo", "nccl")
-    )
-    max_size: int = option("largest message", type=size_bytes, default="1G")
-    seconds: float = option("time for each size", type=duration, default=1.0)
-    repeats: int = option("least repeats of a size", type=whole(1), default=5)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "backend": {
+        "help": "one of them (default: both if there are GPUs)",
+        "choices": ("gloo", "nccl"),
+    },
+    "max_size": {"help": "largest message", "type": size_bytes, "default": "1G"},
+    "seconds": {"help": "time for each size", "type": duration, "default": 1.0},
+    "repeats": {"help": "least repeats of a size", "type": whole(1), "default": 5},
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run `mpiddp bench allreduce ARGV`; see `mpiddp.bench.main`."""
+    prog, job = "mpiddp bench allreduce", ("-m", "mpiddp.bench.allreduce")
+    parser, where = new_parser(prog, BENCHMARKS["allreduce"], OPTIONS)
+    add_file(parser)
+    values = parser.parse_args(argv)
+    settle(values)
+    options = {name: getattr(values, name) for name in OPTIONS}
+    jobs = plan_jobs(prog, argv, values, where, job, least_ranks=2)
+
+    def measure() -> Any:
+        print_error(f"allreduce: {counted(jobs.slots, 'rank')}")
+        return jobs.run(*job, json.dumps(options))
+
+    return jobs.report({**options, "arguments": []}, measure, table)
 
 
 class Point(TypedDict):
@@ -79,15 +96,10 @@ def table(results: Results) -> str:
     return f"All-reduce over {ranks} ranks, fp32, time of the slowest rank\n\n{aligned(head, rows)}"
 
 
-def measure(options: Options, jobs: Jobs) -> Any:
-    print_error(f"allreduce: {counted(jobs.slots, 'rank')}")
-    return jobs.run_job("-m", "mpiddp.bench.allreduce", options=options, ranks=jobs.slots)
-
-
 # --- a rank ---
 
 
-def rank(options: Options) -> None:
+def rank(backend: str | None, max_size: int, seconds: float, repeats: int) -> None:
     """All-reduces of growing size, each timed separately. Rank 0 sends the results."""
     import torch
     import torch.distributed as dist
@@ -98,12 +110,12 @@ def rank(options: Options) -> None:
     # NCCL comes first, because it refuses ranks that share a GPU, before gloo has taken its time.
     automatic = dict.fromkeys([choose_backend(None), "gloo"])
     points: list[Point] = []
-    for backend in [options.backend] if options.backend else automatic:
-        with mpiddp.process_group(backend=backend) as world:
+    for name in [backend] if backend else automatic:
+        with mpiddp.process_group(backend=name) as world:
             device, size = torch.device(str(world.device)), MIN_BYTES
-            while size <= options.max_size:
-                seconds = _time(size, device, options.seconds, options.repeats)
-                points.append({"backend": backend, "bytes": size, "seconds": seconds})
+            while size <= max_size:
+                times = _time(size, device, seconds, repeats)
+                points.append({"backend": name, "bytes": size, "seconds": times})
                 size *= STEP
             machines: list[Any] = [None] * world.world_size
             dist.all_gather_object(machines, machine() if world.local_rank == 0 else None)
@@ -151,4 +163,4 @@ def _series(numbers: torch.Tensor, count: int, device: torch.device) -> list[flo
 
 
 if __name__ == "__main__":
-    rank(Options(**json.loads(sys.argv[1])))
+    rank(**json.loads(sys.argv[1]))

@@ -1,27 +1,43 @@
-"""The jobs of a benchmark. `mpiddp launch` starts them, so they are as fast as a user's own jobs."""
+"""The parts that benchmarks share: options, jobs, results, and tables.
+
+`mpiddp launch` starts the jobs, so they are as fast as a user's own jobs.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import platform
+import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Any
+from statistics import median
+from typing import IO, Any
 
-from mpiddp.bench.figures import read_results
-from mpiddp.errors import DONE, print_error
+from mpiddp.arguments import OneSentenceParser, as_arguments, duration
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by, print_error
+from mpiddp.hosts.facts import package_version
+from mpiddp.hosts.gpus import read_gpus
 from mpiddp.hosts.processes import signal_at_parents_end
-from mpiddp.text import counted
+from mpiddp.launch.plan.environment import without_values
+from mpiddp.launch.plan.job_plan import make_plan
+from mpiddp.launch.plan.options import add_help, add_options, parse_options
+from mpiddp.text import align_columns, as_json, counted
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+Result = dict[str, Any]  # JSON
+
+_MARK = "mpiddp-bench: "
 
 
 class BenchJobFailed(Exception):
@@ -32,33 +48,57 @@ class BenchJobFailed(Exception):
         self.code = code
 
 
+def new_parser(
+    prog: str, purpose: str, options: Mapping[str, Mapping[str, Any]]
+) -> tuple[OneSentenceParser, list[argparse.Action]]:
+    """A parser, and its options that are `mpiddp launch`'s and choose the hosts.
+
+    Args:
+        options: argparse's keywords of each option of the benchmark.
+    """
+    parser = OneSentenceParser(
+        prog=prog,
+        description=f"Measure {purpose}; print a table and write {_name(prog)}.json.",
+        allow_abbrev=False,
+        conflict_handler="resolve",  # --timeout limits a job here
+        add_help=False,
+    )
+    add_help(parser)
+    where = add_options(parser, "where", "how")
+    group = parser.add_argument_group("the benchmark")
+    for name, keywords in options.items():
+        default = f" (default: {keywords['default']})" if "default" in keywords else ""
+        more = {**keywords, "help": f"{keywords['help']}{default}"}
+        group.add_argument(f"--{name.replace('_', '-')}", **more)
+    limit = "time limit of one job (default: 600)"
+    group.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
+    out = "folder of the results (default: bench/<time>-<name>)"
+    group.add_argument("--out", metavar="DIR", help=out)
+    return parser, [action for action in where if action.option_strings]  # without a --timeout
+
+
+def _name(prog: str) -> str:
+    return re.split(r"[ .]", prog)[-1]
+
+
 @dataclass(frozen=True)
 class Jobs:
     """The jobs of a benchmark.
 
+    command_line: the command of the benchmark, without the values of -x, which may be secrets.
     where: the options of `mpiddp launch` that choose the hosts. slots: the number of ranks on these hosts.
     per_host: the ranks of the fullest host. starter: the MPI. timeout_s: the limit of one job.
-    out: the folder of the results. arguments: the script and its arguments, or the arguments that the ranks
-    of a benchmark take besides its options.
+    out: the folder of the results.
     """
 
+    name: str
+    command_line: str
     where: tuple[str, ...]
     slots: int
     per_host: int
     starter: str
     timeout_s: float
     out: Path
-    arguments: tuple[str, ...] = ()
-
-    def run_job(self, *job: str, options: DataclassInstance, ranks: int) -> Any:
-        """Run a job that takes `options` as JSON, and return the result that its rank 0 has sent.
-
-        Raises:
-            BenchJobFailed: it did not succeed within `timeout_s`.
-        """
-        command = [*self.command(ranks), *job, json.dumps(asdict(options)), *self.arguments]
-        [result] = read_results(output_of(command, timeout_s=self.timeout_s))
-        return result
 
     def command(self, ranks: int) -> list[str]:
         """The beginning of the command of a job on so many ranks."""
@@ -68,6 +108,81 @@ class Jobs:
         threads = os.environ.get("OMP_NUM_THREADS") or share
         command = launch_command("-x", f"OMP_NUM_THREADS={threads}", *self.where)
         return [*command, "-n", str(ranks)]
+
+    def run(self, *job: str) -> Any:
+        """Run a job on all slots, and return the result that its rank 0 has sent.
+
+        Raises:
+            BenchJobFailed: it did not succeed within `timeout_s`.
+        """
+        command = [*self.command(self.slots), *job]
+        [result] = read_results(output_of(command, timeout_s=self.timeout_s))
+        return result
+
+    def report(
+        self,
+        options: Mapping[str, Any],
+        measure: Callable[[], Any],
+        table: Callable[[Any], str],
+    ) -> int:
+        """Measure, print and write; return 0, or the exit code of a failed job: 1 or 2.
+
+        Raises:
+            UserError: --out cannot be used, found before the first measurement.
+            JobFailed: a disk has failed or is full.
+        """
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
+        with named_by("--out"):  # checked first, because a measurement may take hours
+            self.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.out).close()
+        try:
+            results = measure()
+        except BenchJobFailed as failure:
+            print(failure, file=sys.stderr)
+            print_error(f"bench {self.name} stopped: a job failed with exit code {failure.code}.")
+            return BAD_INPUT if failure.code == BAD_INPUT else FAILED
+        print(table(results))
+        record = {
+            "benchmark": self.name,
+            "command": self.command_line,
+            "started": started,
+            "environment": {"mpi": self.starter, **machine()},
+            "options": options,
+            "results": results,
+        }
+        file = self.out / f"{self.name}.json"
+        with named_by("--out"):
+            file.write_text(as_json("bench", record) + "\n", encoding="utf-8")
+        print(f"\n{file}")
+        return DONE
+
+
+def plan_jobs(
+    prog: str,
+    argv: Sequence[str],
+    values: argparse.Namespace,
+    where: Sequence[argparse.Action],
+    job: Sequence[str],
+    least_ranks: int = 1,
+) -> Jobs:
+    """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
+    plan = make_plan(parse_options([*as_arguments(where, values), *job], prog), os.environ)
+    hosts, name = plan.request.hosts, _name(prog)
+    if hosts.world_size < least_ranks:
+        least = counted(least_ranks, "rank")
+        raise UserError(f"{prog}: it needs at least {least}. Example: -H localhost:{least_ranks}")
+    return Jobs(
+        name,
+        shlex.join([*prog.split(), *without_values(argv, values.exports)]),
+        # Without -n: each job has its own.
+        tuple(as_arguments([action for action in where if action.dest != "n"], values)),
+        hosts.world_size,
+        max(host.ranks for host in hosts.hosts),
+        plan.starter.name,
+        values.timeout,
+        Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S')}-{name}"),
+    )
 
 
 def launch_command(*options: str) -> list[str]:
@@ -96,7 +211,7 @@ def output_of(argv: Sequence[str], *, timeout_s: float) -> list[str]:
 def started(argv: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     """Start a command, and stop it at the end, also on Ctrl-C. Yield it, and the file of its stderr."""
     with (
-        TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
         subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -119,5 +234,38 @@ def text_of(file: IO[str]) -> str:
     return file.read().strip()
 
 
-def progress(name: str, ranks: int, round_number: int, rounds: int, measured: str) -> None:
-    print_error(f"{name}: {counted(ranks, 'rank')}, round {round_number} of {rounds}: {measured}")
+def emit(result: Mapping[str, Any]) -> None:
+    """Send a rank's result: mpirun forwards stdout from every host, so no shared file system is needed."""
+    print(_MARK + json.dumps(result), flush=True)
+
+
+def read_results(lines: Iterable[str]) -> list[Result]:
+    """The results among the lines of a job's stdout."""
+    marked = (line.partition(_MARK) for line in lines)
+    return [json.loads(text) for _, mark, text in marked if mark]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, the lowest and the highest of several measurements: "1.05 (0.98 to 1.11)"."""
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A text table with the first column aligned left and the others right."""
+    return align_columns([head, *rows], right=range(1, len(head)))
+
+
+def machine() -> Result:
+    """This host, on which a figure is measured. It needs only the standard library."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return {
+        "host": socket.gethostname(),
+        "cpu": model[1] if model else platform.machine(),  # ARM has no such line
+        "cores": os.cpu_count(),
+        "memory_gib": round(pages / 1024**3, 1),
+        "gpus": [gpu.name for gpu in read_gpus() or ()],
+        "python": platform.python_version(),
+        "torch": package_version("torch"),
+        "mpi4py": package_version("mpi4py"),
+    }

@@ -9,16 +9,24 @@ batch at any number of ranks, the steps/s ideally stay the same.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import subprocess
 import time
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
 from mpiddp.arguments import OUT, duration, whole
-from mpiddp.bench.figures import aligned, option, ratios, spread, turns, wholes
-from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, progress, started, text_of
-from mpiddp.errors import DONE, UserError
+from mpiddp.bench.main import BENCHMARKS
+from mpiddp.bench.measured_jobs import (
+    BenchJobFailed,
+    aligned,
+    new_parser,
+    plan_jobs,
+    spread,
+    started,
+    text_of,
+)
+from mpiddp.errors import DONE, UserError, print_error
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import counted
 from mpiddp.watch.running_jobs import RunningJob, running_jobs
@@ -29,13 +37,55 @@ _POLL_S = 0.5  # a rank reports its step twice a second
 _TITLE = "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
 
 
-@dataclass(frozen=True)
-class Options:
-    ranks: tuple[int, ...] | None = option(
-        "numbers of ranks (default: 1, 2, 4, … and all slots)", type=wholes(1)
-    )
-    rounds: int = option("rounds of all numbers of ranks", type=whole(1), default=3)
-    seconds: float = option("time of the steps to measure in each job", type=duration, default=20.0)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ranks": {
+        "help": "numbers of ranks (default: 1, 2, 4, … and all slots)",
+        "type": lambda text: sorted({whole(1)(part) for part in text.split(",")}),
+    },
+    "rounds": {"help": "rounds of all numbers of ranks", "type": whole(1), "default": 3},
+    "seconds": {
+        "help": "time of the steps to measure in each job",
+        "type": duration,
+        "default": 20.0,
+    },
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run `mpiddp bench scaling ARGV`; see `mpiddp.bench.main`."""
+    prog = "mpiddp bench scaling"
+    parser, where = new_parser(prog, BENCHMARKS["scaling"], OPTIONS)
+    parser.usage = f"{prog} [options] (SCRIPT | -m MODULE) [ARGS ...]"
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    values = parser.parse_args(argv)
+    script = [*(["-m", *values.module] if values.module else ()), *values.script]
+    jobs = plan_jobs(prog, argv, values, where, script)
+    powers = (2**power for power in range(jobs.slots.bit_length()) if 2**power < jobs.slots)
+    sizes = values.ranks or [*powers, jobs.slots]
+    if sizes[-1] > jobs.slots:
+        raise UserError(f"--ranks {sizes[-1]} is more than the {jobs.slots} available slots.")
+
+    def measure() -> Results:
+        turns = [
+            (number, ranks)
+            for number in range(1, values.rounds + 1)
+            # In every second round the order is reversed, because one job may leave work to the next.
+            for ranks in (sizes if number % 2 else reversed(sizes))
+        ]
+        return {"runs": [run(ranks, number) for number, ranks in turns]}
+
+    def run(ranks: int, number: int) -> ScalingRun:
+        folder = jobs.out.absolute() / f"{ranks}_ranks_{number}"
+        job = [argument.replace(OUT, str(folder)) for argument in script]
+        result = count_steps([*jobs.command(ranks), *job], ranks, values.seconds, jobs.timeout_s)
+        speed = f"{result['steps'] / result['seconds']:.3g} steps/s"
+        of_rounds = f"{counted(ranks, 'rank')}, round {number} of {values.rounds}"
+        print_error(f"scaling: {of_rounds}: {speed}")
+        return result
+
+    options = {**{name: getattr(values, name) for name in OPTIONS}, "arguments": script}
+    return jobs.report(options, measure, table)
 
 
 class ScalingRun(TypedDict):
@@ -49,23 +99,6 @@ class ScalingRun(TypedDict):
 
 class Results(TypedDict):
     runs: list[ScalingRun]
-
-
-def measure(options: Options, jobs: Jobs) -> Results:
-    slots = jobs.slots
-    powers = (2**power for power in range(slots.bit_length()) if 2**power < slots)
-    sizes = options.ranks or (*powers, slots)
-    if sizes[-1] > slots:
-        raise UserError(f"--ranks {sizes[-1]} is more than the {slots} available slots.")
-    runs = list[ScalingRun]()
-    for number, ranks in turns(sizes, options.rounds):
-        folder = jobs.out.absolute() / f"{ranks}_ranks_{number}"
-        script = [argument.replace(OUT, str(folder)) for argument in jobs.arguments]
-        run = count_steps([*jobs.command(ranks), *script], ranks, options.seconds, jobs.timeout_s)
-        speed = f"{run['steps'] / run['seconds']:.3g} steps/s"
-        progress("scaling", ranks, number, options.rounds, speed)
-        runs.append(run)
-    return {"runs": runs}
 
 
 class Reported(NamedTuple):
@@ -137,13 +170,10 @@ def table(results: Results) -> str:
         speeds.setdefault(run["ranks"], []).append(run["steps"] / run["seconds"])
         hosts[run["ranks"]] = run["hosts"]
     smallest = min(speeds)
-    rows = [
-        [
-            str(ranks),
-            str(hosts[ranks]),
-            spread(speeds[ranks], ".3g"),
-            spread(ratios(speeds[ranks], speeds[smallest]), ".3f"),
-        ]
-        for ranks in sorted(speeds)
-    ]
+    rows = []
+    for ranks in sorted(speeds):
+        # Those of one round were measured shortly after each other.
+        ratios = [a / b for a, b in zip(speeds[ranks], speeds[smallest], strict=True)]
+        cells = (str(ranks), str(hosts[ranks]), spread(speeds[ranks], ".3g"))
+        rows.append([*cells, spread(ratios, ".3f")])
     return f"{_TITLE}\n\n{aligned(('ranks', 'hosts', 'steps/s', 'efficiency'), rows)}"

@@ -5,7 +5,7 @@
 
 test_gpu.py forks its trainings from one process that has imported torch, and has not touched a GPU.
 `mpiddp` gives each rank a GPU of its own, so its choice of the device is replaced. Rank 0 sends what it has
-found by `mpiddp.bench.figures.emit`.
+found by `mpiddp.bench.measured_jobs.emit`.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpiddp
 from mpiddp import cli
-from mpiddp.bench.figures import emit
+from mpiddp.bench.measured_jobs import emit
 from mpiddp.runtime.collectives import calls
 from mpiddp.runtime.torch import process_group
 from mpiddp.world import World

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpiddp.bench.figures import read_results
+from mpiddp.bench.measured_jobs import read_results
 from mpiddp.hosts.gpu_faults import faults, notes, wrong_here
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import read_gpus
