@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.hosts.processes import OPEN_BESIDES, allow_open
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.plan.options import parse_options
 from mpiddp.launch.plan.placement import Past

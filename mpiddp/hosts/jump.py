@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from mpiddp.hosts.complaints import settings
 from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.private import own_folder
 from mpiddp.hosts.processes import signal_at_parents_end
-from mpiddp.hosts.scratch import private_folder
 
 PAUSE_S = 0.5  # before a login that was dropped is tried again
 NOT_SHARED = "Stdio forwarding request failed"  # a shared connection tells no reason
@@ -90,7 +90,7 @@ def _connect(jump: str, config: str, login_s: float) -> _Connection | None:
         return None
     until, opened = time.monotonic() + login_s, ExitStack()
     # In /tmp, because a socket's path has at most 107 characters, and ssh needs some 60 of them.
-    path = opened.enter_context(private_folder({})) / "%C"
+    path = opened.enter_context(own_folder({})) / "%C"
     ssh.append(f"-oControlPath {path}")
     master = ("-N", "-oControlMaster yes", "-oControlPersist no", *target)
     while True:

@@ -1,21 +1,23 @@
-"""The environment variables of the ranks, the job's key among them, which no network carries in clear text.
+"""Folders of the user alone: for the environment variables of the ranks, and for the files of a process.
 
-The launcher sends them to each host over ssh, where this module keeps them in a folder of the user alone. An
-agent takes them from there, and removes the folder as soon as all ranks have met. This module travels as
-source.
+The variables, the job's key among them, are carried by no network in clear text. The launcher sends them to
+each host over ssh, where this module keeps them. An agent takes them from there, and removes the folder as
+soon as all ranks have met. This module travels as source.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
 import socket
 import stat
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from mpiddp.protocol.channel import HOST, NO_MESSAGE, introduce, member_key
 
 # /dev/shm would not do, because logind empties it at a user's last logout. Hosts may share this folder.
 _PARENT, _BEGINNING = Path("/tmp"), "mpiddp-private-"
+_LOCK = "owner.lock"
+_LONGEST_PARENT = 60  # characters: a Unix socket's path has at most 107
 _STALE_S = 86400.0  # an older folder is removed, because its launcher was killed
 
 
@@ -131,3 +135,41 @@ def sweep(mark: str, name: str, outputs: Sequence[str]) -> list[int]:
     """Remove the leftovers of an attempt: its variables, and its processes, whose pids it returns."""
     remove(name)
     return kill_marked(mark.encode(), outputs)
+
+
+# --- a folder of this process ---
+
+
+@contextmanager
+def own_folder(env: Mapping[str, str]) -> Iterator[Path]:
+    """A folder in TMPDIR or /tmp, as long as the body lasts.
+
+    Folders without a lock are removed first, because their owners were killed. Only those of this machine
+    are, because locks of other machines may not be seen here (NFS with nolock, Lustre with localflock).
+    """
+    from mpiddp.errors import cause_of  # which do not travel
+    from mpiddp.files import locked_folder
+
+    parent = env.get("TMPDIR", "")
+    # An mpirun splits the arguments for ssh at blanks and colons. (Importing tempfile would take 10 ms.)
+    is_fit = re.fullmatch(f"/[^ :]{{,{_LONGEST_PARENT}}}", parent)
+    if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
+        parent = "/tmp"
+    beginning = f"mpiddp-{zlib.crc32(socket.gethostname().encode()):08x}"
+    for lock in Path(parent).glob(f"{beginning}-*/{_LOCK}"):
+        # If the owner is alive, it holds the lock. A file that another user may write is not opened.
+        with suppress(OSError):
+            if is_private(lock.parent):
+                with lock.open("rb+") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(parent, f"{beginning}-{os.urandom(8).hex()}")
+    try:
+        owner = locked_folder(folder, _LOCK)
+    except OSError as error:
+        raise cause_of(error)(f"cannot create a folder in {parent} ({error.strerror}).") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(owner)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections import defaultdict
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
+OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
 _PAUSE_S = 0.02
 _LONGEST_COMMAND = 60  # characters
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -42,6 +44,15 @@ def signal_at_parents_end(number: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all processes that this process has started when their own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def allow_open(count: int) -> int:
+    """Raise this process's limit of open files to `count`, or to the hard limit. Returns the lower one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return needed
 
 
 def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:

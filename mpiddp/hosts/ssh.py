@@ -29,7 +29,7 @@ from mpiddp.hosts import jump
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host, resolve_all
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.hosts.processes import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
 _MOST_LOGINS = 32  # that wait for their hosts at the same time

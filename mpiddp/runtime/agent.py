@@ -13,8 +13,7 @@ import os
 import signal
 from contextlib import closing
 
-from mpiddp.hosts.processes import name_process, signal_at_parents_end
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.hosts.processes import OPEN_BESIDES, allow_open, name_process, signal_at_parents_end
 from mpiddp.protocol.channel import AGENT_NAME
 from mpiddp.protocol.terminal import give_size
 from mpiddp.runtime.program import MODULE, SCRIPT, parse

@@ -28,7 +28,6 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
-from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_ID
 from mpiddp.runtime import patches, sinks
 from mpiddp.runtime.gpu import limit_threads
@@ -37,6 +36,7 @@ from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.rank_log import log_to_console
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
+from mpiddp.runtime.rendezvous.sockets import bind
 from mpiddp.world import World
 
 Value = TypeVar("Value")

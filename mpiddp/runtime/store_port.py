@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-
-from mpiddp.hosts.sockets import reserve
+from contextlib import suppress
 
 
 class StorePort:
@@ -28,7 +27,7 @@ class StorePort:
     def take(self, listener: socket.socket | None) -> None:
         self._listener = listener
         if listener is not None:
-            reserve(listener)
+            _reserve(listener)
 
     def leave(self) -> None:
         """End the process that serves the store, and let another one listen at the port."""
@@ -41,3 +40,15 @@ class StorePort:
         for file in (self._listener, self._lifeline, self._far_end):
             if file is not None:
                 file.close()
+
+
+def _reserve(listener: socket.socket) -> None:
+    """Keep the port of a listener, but listen no more, so that another process of this host can listen there.
+
+    This holds for all copies of the socket. `listen` makes it a listener again.
+    """
+    address = listener.getsockname()
+    with suppress(OSError):  # it does not listen
+        listener.shutdown(socket.SHUT_RD)
+    with suppress(OSError):  # it is bound, unless the kernel has chosen the port
+        listener.bind(address)

@@ -16,7 +16,6 @@ from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts import private
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
-from mpiddp.hosts.scratch import private_folder
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.outcome import Outcome
@@ -107,7 +106,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         **plan.past.variables(),
     }
     with ExitStack() as stack:
-        folder = stack.enter_context(private_folder(os.environ))
+        folder = stack.enter_context(private.own_folder(os.environ))
         selector = stack.enter_context(TimedSelector())
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or has_scheduler or options.job[0] == "--")

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from mpiddp.errors import JobFailed, cause_of
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.hosts.processes import OPEN_BESIDES, allow_open
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import STOP_SIGNALS, encode
 from mpiddp.protocol.group import Peer, TimedSelector

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from zlib import crc32
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts import sockets
 from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.rendezvous import sockets
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from mpiddp.runtime.rendezvous.mpi import over_mpi
 from mpiddp.runtime.rendezvous.result import LOOPBACK

@@ -13,10 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, bind
+from mpiddp.hosts.processes import OPEN_BESIDES, allow_open
 from mpiddp.protocol.channel import STOP_SIGNALS
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer
+from mpiddp.runtime.rendezvous.sockets import bind
 from mpiddp.world import World
 
 _FIRST_S = 120.0  # rank 0 connects in this time, unless it is killed before

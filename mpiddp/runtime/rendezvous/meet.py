@@ -17,11 +17,10 @@ from functools import partial
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts import sockets
 from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, TIMEOUT
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.rendezvous import result
+from mpiddp.runtime.rendezvous import result, sockets
 from mpiddp.runtime.rendezvous.result import Gather, Infos, RankInfo
 from mpiddp.text import parse_duration
 from mpiddp.world import World

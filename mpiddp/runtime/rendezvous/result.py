@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces, machine
-from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
 from mpiddp.runtime.gpu import expected_hosts
+from mpiddp.runtime.rendezvous.sockets import resolve
 from mpiddp.text import align_columns
 from mpiddp.world import World
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts import private
-from mpiddp.hosts.private import keep, new_name, packed, remove, take
-from mpiddp.hosts.scratch import private_folder
+from mpiddp.hosts.private import keep, new_name, own_folder, packed, remove, take
 
 VARIABLES = {"MY_KEY": "é = 1\n", "FUNC%%": "\udcff", "EMPTY": ""}
 KEPT = packed(VARIABLES)
@@ -70,7 +69,7 @@ def test_what_killed_launchers_have_left_is_removed_after_a_day(parent):
 def test_a_launcher_does_not_open_the_lock_of_another_user(how):
     """A file of theirs may let whoever opens it wait, and a link may lead anywhere."""
     with tempfile.TemporaryDirectory(dir="/tmp") as root:  # a short path
-        with private_folder({"TMPDIR": root}) as own:
+        with own_folder({"TMPDIR": root}) as own:
             folder, aim = Path(f"{own}0"), Path(root, "aim")
         folder.mkdir()
         folder.chmod(0o755)  # that of this user is closed to others
@@ -79,7 +78,7 @@ def test_a_launcher_does_not_open_the_lock_of_another_user(how):
             (folder / "owner.lock").symlink_to(aim)
         else:
             aim.rename(folder / "owner.lock")
-        with private_folder({"TMPDIR": root}) as own:
+        with own_folder({"TMPDIR": root}) as own:
             assert own.parent == Path(root)
             assert folder.is_dir()
 
@@ -93,7 +92,7 @@ def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(name
         parent = Path(root, name)
         if name != "gone":
             parent.mkdir()
-        with private_folder({"TMPDIR": str(parent)}) as folder:
+        with own_folder({"TMPDIR": str(parent)}) as folder:
             assert folder.is_dir()
             assert folder.parent == (parent if is_used else Path("/tmp"))
         assert not folder.exists()
@@ -101,12 +100,12 @@ def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(name
 
 def test_an_attempt_removes_the_folders_of_killed_launchers_of_this_machine_alone(monkeypatch):
     """The lock of another machine, which shares TMPDIR, may not be seen here."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as root, private_folder({"TMPDIR": root}) as own:
+    with tempfile.TemporaryDirectory(dir="/tmp") as root, own_folder({"TMPDIR": root}) as own:
         with monkeypatch.context() as patch:
             patch.setattr(socket, "gethostname", lambda: "another")
-            with private_folder({"TMPDIR": root}) as folder:
+            with own_folder({"TMPDIR": root}) as folder:
                 there = Path(shutil.copytree(folder, f"{folder}0"))  # whose lock nobody holds
         killed = Path(shutil.copytree(own, f"{own}0"))
-        with private_folder({"TMPDIR": root}) as other:
+        with own_folder({"TMPDIR": root}) as other:
             assert {*Path(root).iterdir()} == {own, other, there}
         assert not killed.exists()

@@ -6,7 +6,8 @@ import time
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts import reachability, sockets
+from mpiddp.hosts import reachability
+from mpiddp.runtime.rendezvous import sockets
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import selectors
 import socket
 import time
@@ -20,7 +19,6 @@ from mpiddp.text import parse_whole, shown
 # A name server answers so if the name is wrong. Any other answer is a failure of the network.
 _WRONG_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 PROBE_TIMEOUT_S = 2.0
-OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
 
 
 def port_in(env: Mapping[str, str]) -> int:
@@ -73,27 +71,6 @@ def resolve_own(name: str) -> str:
             "hosts cannot reach that address. Set MASTER_ADDR to one that they can reach."
         )
     return addresses[0]
-
-
-def reserve(listener: socket.socket) -> None:
-    """Keep the port of a listener, but listen no more, so that another process of this host can listen there.
-
-    This holds for all copies of the socket. `listen` makes it a listener again.
-    """
-    address = listener.getsockname()
-    with suppress(OSError):  # it does not listen
-        listener.shutdown(socket.SHUT_RD)
-    with suppress(OSError):  # it is bound, unless the kernel has chosen the port
-        listener.bind(address)
-
-
-def allow_open(count: int) -> int:
-    """Raise this process's limit of open files to `count`, or to the hard limit. Returns the lower one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    return needed
 
 
 def bind(address: str, port: int, hostname: str) -> socket.socket:
