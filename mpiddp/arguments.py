@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -13,6 +14,12 @@ from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
 OUT = "{out}"  # in an argument of a script that runs several times: a new folder for each run
+
+# The arguments of Python for a process of ours, in any folder. The working folder is off its path, because
+# Python itself would not start beside a user's types.py.
+OURS: tuple[str, ...] = ("-P", "-m", "mpiddp")
+if sys.version_info < (3, 11):
+    OURS = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
 
 # The help of a verb begins with its examples. The modules of launch and train have theirs.
 _EXAMPLES = """\
@@ -36,8 +43,6 @@ _EXAMPLES = """\
   mpiddp doctor -H node1,node2 --script train.py
   mpiddp explain train.log
   mpiddp explain nccl-timeout
-  mpiddp runs
-  mpiddp runs /shared/runs
   mpiddp checkpoints list runs/a
   mpiddp checkpoints export runs/a whole
   mpiddp drill -n 2 train.py --epochs 2 --out {out}

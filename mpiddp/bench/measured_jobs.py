@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
-from mpiddp.arguments import OneSentenceParser, as_arguments, duration
+from mpiddp.arguments import OURS, OneSentenceParser, as_arguments, duration
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by, print_error
 from mpiddp.hosts.facts import package_version
 from mpiddp.hosts.gpus import read_gpus
@@ -188,7 +188,7 @@ def plan_jobs(
 def launch_command(*options: str) -> list[str]:
     # A job whose time is over has nothing to save. The results come from rank 0's output.
     fixed = ("--grace", "1s", "--log-ranks", "default")
-    return [sys.executable, "-m", "mpiddp", "launch", *fixed, *options]
+    return [sys.executable, *OURS, "launch", *fixed, *options]
 
 
 def output_of(argv: Sequence[str], *, timeout_s: float) -> list[str]:

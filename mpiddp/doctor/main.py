@@ -25,8 +25,9 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from mpiddp.arguments import OneSentenceParser, as_arguments
+from mpiddp.arguments import OURS, OneSentenceParser, as_arguments
 from mpiddp.doctor import compare, there, trial_job
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.errors import DONE, FAILED, UserError
@@ -211,31 +212,41 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
         why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
         return Line("job", UNKNOWN, why)
     fix = shlex.join(["mpiddp", "launch", *job])
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mpiddp", "launch", *job],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_JOB_S,
-        )
-    except subprocess.TimeoutExpired:
-        return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
-    _, proof, printed = done.stdout.rpartition(trial_job.PROOF)
-    if done.returncode != DONE or not proof:
-        errors = done.stderr.splitlines()
-        sentences = [line for line in errors if re.match(r"mpiddp: \S", line)]
-        if sentences and sentences[-1].endswith(HUNG):
-            del sentences[-1]  # the sentence before it names the rank
-        last = (sentences or errors or ["no output"])[-1].removeprefix("mpiddp: ")
-        return Line("job", FAIL, f"exit code {done.returncode}: {last}", fix)
+    with TemporaryDirectory(prefix="mpiddp-doctor-") as folder:
+        report = Path(folder, "report.json")
+        try:
+            done = subprocess.run(
+                [sys.executable, *OURS, "launch", "--report", str(report), *job],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=_JOB_S,
+            )
+        except subprocess.TimeoutExpired:
+            return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
+        _, proof, printed = done.stdout.rpartition(trial_job.PROOF)
+        if done.returncode != DONE or not proof:
+            return Line("job", FAIL, f"exit code {done.returncode}: {_why(done, report)}", fix)
     ranks = json.loads(printed.splitlines()[0])
     if wrong := [rank["hostname"] for rank in ranks if rank["wrong"]]:
         return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix)
     slowest = max(rank["seconds"] for rank in ranks)
     fact = f"an all-reduce of 16 MB is right on {counted(len(ranks), 'host')}, {slowest:.2f} s"
     return Line("job", OK, fact)
+
+
+def _why(done: subprocess.CompletedProcess[str], report: Path) -> str:
+    """Why the job has failed: the launcher's sentence, after that of a rank that could not start."""
+    ended = json.loads(report.read_bytes()) if report.exists() else {}
+    errors = done.stderr.splitlines()
+    sentences = [line[8:] for line in errors if re.match(r"mpiddp: \S", line)]
+    if verdict := ended.get("error"):
+        before = sentences[: sentences.index(verdict)] if verdict in sentences else []
+        if verdict.endswith(HUNG) and before:
+            return before[-1]  # it names the rank
+        return verdict if ended["rank"] is not None else "; ".join([*before[-1:], verdict])
+    return (sentences or errors or ["no output"])[-1]
 
 
 def text(lines: Sequence[Line]) -> str:

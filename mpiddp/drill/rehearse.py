@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mpiddp.arguments import OUT
+from mpiddp.arguments import OURS, OUT
 from mpiddp.drill.faults import FIRED, PLAN, UNDISTURBED, Fault, FaultPlan, flip_newest_save
 from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
@@ -140,7 +140,7 @@ class Drill:
             printed.open("w", encoding="utf-8") as stdout,
             errors.open("w", encoding="utf-8") as stderr,
             subprocess.Popen(
-                [sys.executable, "-m", "mpiddp", *self.command.arguments(out, report, fewer=fewer)],
+                [sys.executable, *OURS, *self.command.arguments(out, report, fewer=fewer)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

@@ -192,8 +192,8 @@ def launch_function(argv: list[str]) -> int:
         if outcome.code in (DONE, STOPPED) and lacking:
             sentence = f"{all_of(lacking)} ended without a result."
             outcome = outcome._replace(code=FAILED, sentence=sentence)
-        if outcome.known_cause:  # the caller's exception has the verdict
-            log.error(outcome.known_cause)
+        if below := outcome.known_cause or outcome.advice:  # the caller's exception has the verdict
+            log.error(below)
     except (Exception, KeyboardInterrupt) as error:
         outcome = _refused(error)
     is_done = outcome.code in (DONE, STOPPED)

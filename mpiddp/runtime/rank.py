@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from mpiddp.errors import named_by
+from mpiddp.errors import JobFailed, named_by
 from mpiddp.hosts.processes import descendants
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, next_key
@@ -61,7 +61,13 @@ class Rank(NamedTuple):
             from mpiddp.hosts import private  # takes 2 ms, and ranks of one host need none
 
             with named_by(""):
-                taken = private.take(private_file)
+                try:
+                    taken = private.take(private_file)
+                except FileNotFoundError:
+                    raise JobFailed(
+                        f"{world.hostname}: mpirun's login has another /tmp than the login before it. All "
+                        "logins need the same /tmp: see pam_namespace and PrivateTmp there."
+                    ) from None
             # What the mpirun has set for this rank stays. It has passed on its own settings itself.
             mpi = set_by_launchers(env)
             env |= {n: taken[n] for n in taken if n not in env or not n.startswith(mpi)}

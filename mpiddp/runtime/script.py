@@ -51,8 +51,9 @@ def main() -> None:
     session = current()
     session.has_agent = True
     session.control = out_of_the_way(socket.socket(fileno=number))
-    # python itself puts the script's folder first, unless it is told not to (-P, since Python 3.11).
-    if not getattr(sys.flags, "safe_path", False):
+    # python itself puts the script's folder first, unless it is told not to (-P, since Python 3.11). A module
+    # of ours, such as the doctor's job, imports nothing from there.
+    if not (getattr(sys.flags, "safe_path", False) or _is_ours(kind, name)):
         folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
         sys.path.insert(0, str(Path(name).absolute() if _is_folder(kind, name) else folder))
     # Registered before those of the script, so called after them.
@@ -251,6 +252,8 @@ def _run(kind: str, name: str) -> None:
 
         # Python itself calls this function.
         module, alters_argv = (name, True) if kind == "module" else ("__main__", False)
+        if module == "mpiddp" and not getattr(sys.flags, "safe_path", False):
+            sys.path.insert(0, "")  # the working folder, which its __main__ removes
         runpy._run_module_as_main(module, alters_argv)  # type: ignore[attr-defined]
         return
     file = os.path.abspath(name)  # noqa: PTH100 - as python does: a link stays a link
@@ -264,6 +267,10 @@ def _run(kind: str, name: str) -> None:
         return
     # Keep the `from __future__` imports of this file out of the script.
     exec(compile(content, file, "exec", dont_inherit=True), vars(main_module))
+
+
+def _is_ours(kind: str, name: str) -> bool:
+    return kind == "module" and name.partition(".")[0] == "mpiddp"
 
 
 def _is_folder(kind: str, name: str) -> bool:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
 
 from mpiddp import errors
+from mpiddp.arguments import OURS
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.hosts.program_files import imported_by, is_local, modules_at, sources_of
@@ -220,7 +221,7 @@ def _launched(
     with ours:
         with theirs:
             launcher = subprocess.Popen(
-                [sys.executable, "-m", "mpiddp", "launch-function", str(theirs.fileno())],
+                [sys.executable, *OURS, "launch-function", str(theirs.fileno())],
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=_flushed(sys.stdout, 1),

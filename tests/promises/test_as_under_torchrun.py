@@ -198,6 +198,32 @@ def test_names(here, folders):
     assert (script["paths"], shadowed) == (["src"], {"shadowed": []})
 
 
+SPAWNS = """
+import os, mpiddp
+def rank():
+    return os.environ["RANK"]
+if __name__ == "__main__":
+    print(*mpiddp.spawn(rank, hosts="localhost:2"))
+"""
+
+
+def test_what_mpiddp_starts_beside_such_files(here):
+    """Every verb, and `mpiddp.spawn`, works in a folder whose files have the names of Python's modules."""
+    for name in NAMES:
+        (here.folder / f"{name}.py").write_text("raise RuntimeError('a file of the user')\n")
+    (here.folder / "src").mkdir()
+    (here.folder / "src/spawns.py").write_text(SPAWNS)
+    assert here.run("python", "src/spawns.py").assert_ok().lines == ["0 1"]
+    mpiddp = Path(sys.executable).with_name("mpiddp")
+    here.run(mpiddp, "doctor", *here.where(2)).assert_ok()
+    here.run(mpiddp, "bench", "allreduce", *here.where(2), "--max-size=1K").assert_ok()
+    train = ("--use-syn", "--dataset=cifar10", "--arch=resnet20", "--batch-size=2")
+    options = ("--epochs=1", "--steps-per-epoch=1", "--out=out")
+    here.run(
+        mpiddp, "launch", *here.where(1), "-m", "mpiddp", "train", *train, *options
+    ).assert_ok()
+
+
 # --- streams ---
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from mpiddp import cli
 from tests.support.cluster import Cluster
+from tests.support.cluster.faults import sshd_with
 from tests.support.doctor_faults import FAULTS, NAMES, WORK, doctor, prepared
 from tests.support.own_script import example
 from tests.support.patience import eventually
@@ -87,6 +88,21 @@ def test_doctor_names_a_hang_of_its_job(hosts):
     done = job.wait().assert_code(1)
     (line,) = [line for line in done.lines if re.match(r"fail +job", line)]
     assert "rank 1 on node1" in line, done.stdout + done.stderr
+
+
+OWN_TMP = "ForceCommand unshare -m sh -c 'mount -t tmpfs own /tmp; exec sh -c \"$SSH_ORIGINAL_COMMAND\"'\n"
+
+
+def test_logins_with_a_tmp_of_their_own(hosts):
+    """If each login of a host has a /tmp of its own, `mpiddp launch` and `mpiddp doctor` say so."""
+    where, words = ("-H", "node0:1,node1:1"), "node1: mpirun's login has another /tmp"
+    with sshd_with(hosts["node1"], OWN_TMP):
+        done = hosts.run("launch", *where, "--", "hostname", cwd=Path("/")).assert_code(1)
+        assert words in done.stderr
+        done = hosts.run("doctor", *where, cwd=Path("/")).assert_code(1)
+    (line,) = [line for line in done.lines if re.match(r"fail +job", line)]
+    assert words in line
+    assert "mpiddp doctor" not in done.stdout
 
 
 # --- explain ---

@@ -38,12 +38,13 @@ class Outcome(NamedTuple):
     # The host at fault, by its name in the request, or "" if it is unknown or if the script itself failed.
     host_at_fault: str = ""
     known_cause: str = ""  # a sentence to print below `sentence`
+    advice: str = ""  # to print there if no cause is known
     stop: Stop = Stop.NONE
     announcement: Announcement = Announcement()
     made_steps: bool = False
     gpus: Sequence[Mapping[str, Any]] = ()  # the use of each rank's GPU, where it is known
 
     def log(self) -> None:
-        """Print the verdict, and the known cause below it."""
-        for sentence in filter(None, (self.sentence, self.known_cause)):
+        """Print the verdict, and the known cause or the advice below it."""
+        for sentence in filter(None, (self.sentence, self.known_cause or self.advice)):
             (log.info if self.code in (DONE, STOPPED) else log.error)(sentence)

@@ -34,6 +34,7 @@ _MOST_SEARCHED = 64  # ranks whose last lines are searched for a known cause: mo
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _WAS_NOT_ASKED = ". Its script had not called mpiddp.should_stop(), so it was not asked to save"
 _FORGED = "without its proof: somebody on the network writes into it"
+_CHECK = "to check the hosts: mpiddp doctor"
 _LEFT_EARLY = "ended early, with exit code 0"
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
@@ -141,8 +142,8 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     elif mpirun.code == DONE and not record.latest["started"]:
         cause = "mpirun ended, but no rank ever reported"
     elif not record.latest["started"] and len(record.fact("began", "here")) < record.world_size:
-        cause += " before any rank had started. To check the hosts: mpiddp doctor"
-        return Outcome(FAILED, f"the job failed: {cause}", is_complete=False)
+        cause += " before any rank had started"
+        return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False, advice=_CHECK)
     return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 
@@ -158,8 +159,7 @@ def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | N
     else:
         why = f"{mpirun.name} could not start {others} (exit code {mpirun.code})"
         host = _only_host(record, missing)
-    sentence = f"{why}. To check the hosts: mpiddp doctor"
-    return Outcome(FAILED, sentence, is_complete=False, host_at_fault=host)
+    return Outcome(FAILED, f"{why}.", is_complete=False, host_at_fault=host, advice=_CHECK)
 
 
 def _only_host(record: Record, ranks: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from mpiddp.arguments import OURS
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
@@ -37,10 +38,6 @@ from mpiddp.text import all_of, counted
 
 # This Python. Links are not resolved: its path identifies a virtual environment.
 PYTHON = Path(sys.executable).absolute()
-# Its arguments for an agent. The working folder is off its path: a user's signal.py must not hide Python's.
-AGENT: tuple[str, ...] = ("-P", "-m", "mpiddp")
-if sys.version_info < (3, 11):
-    AGENT = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
 
 
 class Plan(NamedTuple):
@@ -131,7 +128,7 @@ def _plan(
     job = options.job[3:] if is_agent else options.job
     request = Request(
         hosts=placed,
-        job=(str(PYTHON), *AGENT, "run", *job),
+        job=(str(PYTHON), *OURS, "run", *job),
         folder=working_folder(env),
         inherited=forwarded(env),
         env=env,
