@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -19,18 +20,14 @@ import mpiddp
 from mpiddp.bench.measured_jobs import Result
 from mpiddp.errors import UserError
 from mpiddp.train.data import Data
-from mpiddp.train.train import (
+from mpiddp.train.main import (
     STARTUP_STEPS,
     Config,
-    Records,
-    State,
-    build_sampler,
-    build_state,
+    Trainer,
     choose_kernels,
-    open_data,
+    open_config,
     parse,
     resolve,
-    steps,
 )
 
 _NOT_APPLICABLE = (
@@ -64,7 +61,6 @@ class Job:
     world: mpiddp.World
     config: Config
     data: Data
-    sampler: mpiddp.Sampler
 
     @property
     def device(self) -> torch.device:
@@ -84,17 +80,16 @@ def synthetic_job(training: Sequence[str], num_steps: int) -> Iterator[Job]:
         device = torch.device(str(world.device))
         with mpiddp.together():
             config = resolve(options, world.world_size, device)
-            config = replace(config, epochs=1, low_res_epochs=0)
+            config = replace(config, epochs=1, sides=())
             choose_kernels(config)
-            data = open_data(config, device, world.rank)
-            data.train.num_images = num_steps * config.global_batch_size
-            sampler = build_sampler(config, data)
-        yield Job(world, config, data, sampler)
+        data = open_config(config, Path(), world)
+        data.train.num_images = num_steps * config.global_batch_size
+        yield Job(world, config, data)
 
 
-def build(job: Job) -> State:
-    """The state of a fresh training, as that of `mpiddp train`. A collective."""
-    return build_state(job.config, job.data, job.sampler, job.world, job.device)
+def build(job: Job, out: Path = Path()) -> Trainer:
+    """A fresh training, as that of `mpiddp train`. A collective."""
+    return Trainer(job.config, job.data, job.world, out)
 
 
 class Clock:
@@ -129,11 +124,11 @@ class Clock:
 
 def time_runner(job: Job) -> Result:
     """The figures of a training with its records and without its saves. A collective."""
-    state = build(job)
-    records = Records(state, job.world, 0)
+    training = build(job)
+    training.records.begin(0)
     clock = Clock(job.device)
-    for step in steps(state, 0):
+    for step in training.steps(0):
         mpiddp.should_stop()
-        records.add(step)
+        training.report(step)
         clock.step_ends()
     return clock.figures(job)

@@ -17,7 +17,7 @@ from mpiddp.text import did_you_mean
 VERBS = {
     "launch": ("launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": ("runtime.agent", "the same; under mpirun, srun or torchrun, be one of their ranks"),
-    "train": ("train.train", "train a ResNet, as one rank of a job or alone"),
+    "train": ("train.main", "train a ResNet, as one rank of a job or alone"),
     "ps": ("watch.table:ps", "list your jobs on this machine"),
     "top": ("watch.table:top", "watch the ranks of a job"),
     "stacks": ("watch.stop_and_stacks:stacks", "print the current source line of each rank"),

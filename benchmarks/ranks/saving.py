@@ -16,16 +16,17 @@ from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from benchmarks.training import Clock, build, synthetic_job
 from mpiddp.bench.measured_jobs import emit
 from mpiddp.runtime.job.session import current
-from mpiddp.train.train import backward, gathered, images_of, open_checkpoints, save
+from mpiddp.train.main import gathered, open_checkpoints
 
 
 def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
-    with synthetic_job(sys.argv[2:], 1) as job:
-        state, root = build(job), Path(gathered(tempfile.mkdtemp(dir=options.folder))[0])
-        (indices,) = job.sampler.indices(epoch=0)
-        images = list(images_of(state, [*indices], 0))
-        checkpoints = open_checkpoints(root, job.config, job.data, job.world)
+    num_steps = (1 + options.rounds) * len(VARIANTS) * options.steps
+    with synthetic_job(sys.argv[2:], num_steps) as job:
+        root = Path(gathered(tempfile.mkdtemp(dir=options.folder))[0])
+        training = build(job, root)
+        steps = training.steps(0)
+        checkpoints = open_checkpoints(training)
         checkpoints.resume()
 
         def wait_for_saves() -> None:
@@ -37,10 +38,9 @@ def main() -> None:
             dist.barrier()
             clock = Clock(job.device)
             for index in range(options.steps):
-                backward(state, iter(images), first + index)
-                state.optimizer.step()
+                next(steps)
                 if index == 0 and variant != NO_SAVE:
-                    save(state, checkpoints, first + 1)
+                    training.save(checkpoints, first + 1)
                     if variant == AT_ONCE:
                         wait_for_saves()
                 clock.step_ends(waits=True)

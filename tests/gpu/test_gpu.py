@@ -28,7 +28,7 @@ from tests.support.patience import within
 from tests.support.place import Done, Here, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.tiny_data import image_folder
-from tests.support.training import contents, losses, steps_kept, unequal
+from tests.support.training import HALF, contents, losses, steps_kept, unequal
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_gpu]
@@ -239,7 +239,7 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path):
     pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
     labels, folder = draw.integers(0, 10, len(pixels)), image_folder(tmp_path, 80, 1) / "train"
     sources = (
-        DeviceImages(pixels, labels, device, seed=0, max_shift=4),
+        DeviceImages(pixels, labels, device, mean=HALF, std=HALF, seed=0, max_shift=4),
         ImageFolder(folder, device, 64, 0, 2, None),
     )
     work = torch.ones(2048, 2048, device=device)

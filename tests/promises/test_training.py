@@ -60,7 +60,7 @@ def test_guides_command_line(here):
     assert (found["arch"], found["steps"], found["global_batch_size"]) == ("resnet20", 4, 8)
 
 
-COPIED = ("train", "data", "resnet", "muon")
+COPIED = ("main", "data", "resnet", "muon")
 USES = """
 import torch
 import data, muon, resnet
@@ -88,7 +88,7 @@ def test_a_copy_of_each_file_of_the_trainer_works_alone(here, name):
     """Each file of the trainer works as a copy in a folder of its own."""
     own = here.folder / f"{name}.py"
     shutil.copy(ROOT / f"mpiddp/train/{name}.py", own)
-    if name == "train":
+    if name == "main":
         own.rename(here.folder / "mine.py")
         options = (*SYNTHETIC, "--steps-per-epoch=2", "--out=run")
         here.run("launch", *here.where(2), "mine.py", *options).assert_ok()
@@ -99,6 +99,40 @@ def test_a_copy_of_each_file_of_the_trainer_works_alone(here, name):
     code = USES.replace("import data, muon, resnet\n", f"import {name}\n{uses}")
     done = here.run("python", "-c", code).assert_ok()
     assert f"{own}" in done.stdout.split()
+
+
+def test_the_file_to_copy_trains_as_mpiddp_train(here):
+    """train.py has the bits of `mpiddp train` on one rank and on two, also if a stop falls into an epoch.
+
+    It runs under each launcher. The copy that stops has one line changed, as a user would change it.
+    """
+    recipe = ("--dataset=image-folder", "--image-size=32", "--arch=resnet20", "--stem=cifar")
+    recipe += ("--optimizer=muon", "--lr=0.1", "--label-smoothing=0.1", "--epochs=2", "--seed=3")
+    recipe += ("--batch-size=2", "--grad-accum-steps=2", "--amp=off")
+    data = tiny_data.image_folder(here.folder / "data", 14, 4)
+    text = (ROOT / "mpiddp/train/train.py").read_text()
+    line = "return mpiddp.should_stop()"
+    assert text.count(line) == 1
+    (here.folder / "mine.py").write_text(text)
+    (here.folder / "stops.py").write_text(text.replace(line, "return made.number == 7"))
+    for ranks, start in (
+        (1, ("python",)),
+        (2, ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")),
+    ):
+        options = (*recipe, f"--data-dir={data}")
+        here.train(*options, f"--out=train{ranks}", "--num-workers=0", ranks=ranks).assert_ok()
+        here.run(*start, "mine.py", *options, f"--out=mine{ranks}").assert_ok()
+        job = ("launch", *here.where(ranks))
+        here.run(*job, "stops.py", *options, f"--out=stopped{ranks}").assert_code(75)
+        assert steps_kept(here.folder / f"stopped{ranks}")[-1] == 7
+        here.run(*mpirun_command(ranks, "mine.py"), *options, f"--out=stopped{ranks}").assert_ok()
+        last = 2 * (42 // (4 * ranks))
+        expected = contents(here.folder / f"train{ranks}", last)["model"]
+        scores = records(here.folder / f"train{ranks}")[-1]
+        for name in ("mine", "stopped"):
+            run = here.folder / f"{name}{ranks}"
+            assert unequal(contents(run, last)["model"], expected) == [], run
+            assert records(run)[-1]["test_loss"] == scores["test_loss"]
 
 
 def test_files_of_a_run(here):
@@ -246,7 +280,7 @@ def test_average_is_scored_and_saved(here):
 
 
 def test_weights(here):
-    """--weights begins with the model of another run, with a new last layer if the classes differ."""
+    """--weights begins with the model of another run or file, with a new last layer if the classes differ."""
     options = (*MODEL, "--batch-size=4", "--epochs=1", "--steps-per-epoch=1")
     here.train(*options, "--use-syn", "--out=before").assert_ok()
     saved = mpiddp.load(here.folder / "before").state["model"]
@@ -254,14 +288,18 @@ def test_weights(here):
     here.train(*frozen, "--use-syn", "--parallel=fsdp", "--out=same", ranks=2).assert_ok()
     after = mpiddp.load(here.folder / "same").state["model"]
     torch.testing.assert_close(after["fc.weight"].full_tensor(), saved["fc.weight"])
-    three = on_images(here, 4, 2, *frozen[len(MODEL) :], "--num-workers=0", "--out=three")
+    file = step_folder(here.folder / "before", 1) / "model.safetensors"
+    shutil.copy(file, here.folder / "resnet20.safetensors")
+    from_file = (*options[len(MODEL) :], "--weights=resnet20.safetensors", "--lr=1e-9")
+    three = on_images(here, 4, 2, *from_file, "--num-workers=0", "--out=three")
     done = here.train(*three).assert_ok()
     assert "fc.bias" in f"{done.stdout}{done.stderr}"
     after = contents(here.folder / "three", 1)["model"]
     assert after["fc.weight"].shape == (3, 64)
     torch.testing.assert_close(after["layer3.2.conv2.weight"], saved["layer3.2.conv2.weight"])
-    other = here.train(*options, "--use-syn", "--weights=before", "--arch=resnet32", "--out=other")
-    other.assert_refused("of another model than --arch resnet32")
+    for weights in ("before", "resnet20.safetensors"):
+        job = (*options, "--use-syn", f"--weights={weights}", "--arch=resnet32", "--out=other")
+        here.train(*job).assert_refused("of another model than --arch resnet32")
 
 
 # One processor becomes one without instructions for bf16.
@@ -447,10 +485,10 @@ def test_run_resumes_after_a_bad_image_was_removed(here):
 @PROCESSORS
 def test_cifar10_is_learned(here, processor):
     """With the defaults, two ranks on CPUs reach 50 % on CIFAR-10 after 75 steps, with and without bf16."""
-    data = datasets.default_folder()
+    data, cifar10 = datasets.default_folder(), datasets.DATASETS["cifar10"]
     try:
-        if datasets.find_cifar10(data) is None:
-            datasets.fetch_cifar10(data, print)
+        if cifar10.find(data) is None:
+            cifar10.fetch(data, print)
     except JobFailed as error:
         lacking(f"this test needs the real data: {error}")
     options = (f"--data-dir={data}", "--epochs=5", "--steps-per-epoch=15", "--out=run")

@@ -26,7 +26,7 @@ from mpiddp import cli
 from tests.support.ranks import ROOT
 
 LIMIT_S = 600
-OF_TRAINING = ("mpiddp.train.train", "torch._dynamo")  # two thirds of the time of a short one
+OF_TRAINING = ("mpiddp.train.main", "torch._dynamo")  # two thirds of the time of a short one
 OF_RANKS = (
     *OF_TRAINING,
     *("mpiddp.checkpoints.checkpoints", "mpiddp.runtime.torch.process_group"),

