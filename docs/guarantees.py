@@ -39,8 +39,7 @@ _LIMITS = """
   the gradients in another order after its first step. `mpiddp train` fixes that order, so it resumes exactly.
 - **A DataLoader is resumed exactly only between epochs**, unless you use
   [`mpiddp.Sampler`](your-own-script.md#4-divide-the-samples-among-the-ranks).
-- **Inside Slurm, several features are off:**
-  [the preflight, `--spares`, `--grow` and `--min-hosts`](slurm.md#what-is-different-inside-slurm).
+- **A node that dies ends a Slurm job,** unless the job has [`--no-kill`](slurm.md#a-node-that-dies).
 - **Nothing is encrypted, and torch's own ports have no password.** Use mpiddp in a
   [network that you trust](security.md).
 - **Some schedulers were tested only by their variables:**

@@ -304,8 +304,8 @@ def _schedulers() -> str:
     rows = []
     for row in allocations.SCHEDULERS:
         name, _, hosts = _says(row.read).partition(": ")
-        by = "srun" if row.starter == "srun" else row.transport.name
-        rows.append(f"| {name} | {hosts} | {'-' if row.read is allocations.unlisted else by} |")
+        by = "-" if row.read is allocations.unlisted else row.transport.name
+        rows.append(f"| {name} | {hosts} | {by} |")
     return "\n".join(["| scheduler | hosts and slots | reached through |", "|---|---|---|", *rows])
 
 

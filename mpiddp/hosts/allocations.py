@@ -24,7 +24,7 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile, read_hostfile
 from mpiddp.hosts.names import MAX_HOSTS, expand_nodelist
-from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SRUN, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import parse_whole, shown
 
 # Kubeflow's MPI operator sets the first three, and Kubeflow Trainer the fourth.
@@ -267,7 +267,8 @@ SCHEDULERS = (
         slurm,
         _left_of_slurm,
         ("slurm", "slurm"),
-        starter="srun",
+        SRUN,
+        "srun",
         sets="SLURMD?_",
     ),
     Scheduler(

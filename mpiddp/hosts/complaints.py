@@ -212,11 +212,8 @@ class Answer:
             return f"{host.name}: {python} does not run there: {last.rstrip('.')}.{fix}"
         no_end = f"no answer in {transport.login_s:g} s"
         if not transport.is_ssh:
-            reason = ["no output" if self.exit_code else no_end, *errors][-1].rstrip(".")
-            return (
-                f"{transport.name} {host.name} failed: {reason}. "
-                f"Where ssh is allowed, it can be used instead: {transport.instead}"
-            )
+            reason = ["no output" if self.exit_code else no_end, *errors][-1]
+            return transport.complaint(host.name, reason)
         if self.exit_code is None:
             why = "A start-up file there may wait for input"
             slow = _SLOW.format(longer=f"{2 * transport.login_s:.0f}")

@@ -36,9 +36,9 @@ def main(argv: list[str]) -> int:
     if options.verb == "check":
         print(table(hosts))
         return DONE
-    if options.verb != "run" and not hosts.transport.is_ssh:
+    if options.verb == "keys" and not hosts.transport.is_ssh:
         name = hosts.transport.name
-        raise UserError(f"mpiddp hosts {options.verb} needs ssh, and {name} reaches these hosts.")
+        raise UserError(f"these hosts need no keys, because {name} reaches them.")
     return int(OVER_SSH[options.verb][0].main(options, hosts))
 
 

@@ -51,16 +51,17 @@ _RSYNC = (
 )
 _VANISHED = 24  # rsync's exit code if a file was deleted meanwhile
 
-# ssh for rsync, which gets the path of its configuration and LOGIN. Until a line LOGIN has come, only
-# start-up files of the login shell there read and print. They read empty lines, a shell that they have
-# started reads the command, and their output is dropped. The exit code is ssh's, and so that of the rsync
-# there, which may have written only a part. The first cat ends with the rsync here, so nothing waits for it.
+# ssh for rsync, which gets LOGIN. $AGENT and $SH stand for the words of the transport. Until a line LOGIN
+# has come, only start-up files of the login shell there read and print. They read empty lines, a shell that
+# they have started reads the command, and their output is dropped. The exit code is ssh's, and so that of the
+# rsync there, which may have written only a part. The first cat ends with the rsync here, so nothing waits
+# for it.
 _SHELL = """sh -c '
 exec 4>&1 5<&0
-login=$1 host=$2; shift 2
+login=$0 host=$1; shift
 exit $({
   { printf "\\n\\n\\n\\n\\n\\n\\n\\n%s\\n%s\\n" "$*" "$login"; exec cat; } <&5 3>&- 4>&- |
-    { ssh -F "$0" -- "$host" "$@" 3>&- 4>&-; echo $? >&3; } |
+    { $AGENT "$host" $SH "$*" 3>&- 4>&-; echo $? >&3; } |
     while IFS= read -r line; do [ "$line" = "$login" ] && exec cat >&4 3>&-; done &
 } 3>&1)
 '"""
@@ -297,16 +298,20 @@ def _pattern(path: str) -> str:
 
 
 def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"") -> list[bytes]:
-    """Run rsync over ssh. Returns a line for each change: its kind, its size and the name of the file.
+    """Run rsync. Returns a line for each change: its kind, its size and the name of the file.
 
     Raises UserError if rsync is not installed here, or JobFailed.
     """
     if shutil.which("rsync") is None:
         raise UserError(pushed.NO_RSYNC.format("here", ""))
-    env = {**os.environ, "LC_ALL": "C"}  # its messages are in English
+    env = {**transport.environment(os.environ), "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
-        shell = (f"--rsync-path={_RSYNC_THERE}", "-e", f"{_SHELL} {config} {LOGIN}")
-        command = [*_RSYNC, *shell, *arguments]
+        program, *options = transport.agent
+        agent = (program, *transport.at_once, *options)
+        agent = ("ssh", "-F", config, "--") if transport.is_ssh else agent
+        shell = _SHELL.replace("$AGENT", " ".join(agent)).replace("$SH", " ".join(transport.shell))
+        shell = f"{shell} {LOGIN}"
+        command = [*_RSYNC, f"--rsync-path={_RSYNC_THERE}", "-e", shell, *arguments]
         done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):
         raise JobFailed(_why_failed(host, done, transport))
@@ -323,4 +328,7 @@ def _why_failed(host: Host, done: subprocess.CompletedProcess[bytes], transport:
     by_ssh = "unexpectedly closed|safe_write failed"  # rsync says so if ssh has ended
     if reason := re.search(f"(?m)^rsync: (?!.*(?:{by_ssh}))(.*)", errors):
         return f"{host.name}: {escaped(reason[1])} (rsync's exit code {done.returncode})"
-    return ssh_complaint(host, re.sub("(?m)^rsync(:| error:) .*\n?", "", errors), transport)
+    errors = re.sub("(?m)^rsync(:| error:) .*\n?", "", errors)
+    if not transport.is_ssh:
+        return transport.complaint(host.name, ["no output", *errors.strip().splitlines()][-1])
+    return ssh_complaint(host, errors, transport)

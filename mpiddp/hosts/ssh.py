@@ -36,6 +36,7 @@ _MOST_LOGINS = 32  # that wait for their hosts at the same time
 _NO_SSH = "ssh is not installed here. Run: sudo apt-get install openssh-client."
 _FILES_PER_HOST = 3  # a login has a socket, a pipe and a file
 _END_S = 4.0  # a program on this machine gets this time to end by itself
+_ENDS_STEP_S = 1.0  # a scheduler's program gets this time to end its task
 OUTPUT_LIMIT = 16 << 20  # bytes; a program that prints more is killed: it may print for ever
 _TOGETHER_S = 1.0  # lines that come within this time are shown together
 _MOST_UNSHOWN = 1 << 20  # bytes; if a host has printed more, they are shown without waiting
@@ -130,7 +131,7 @@ def ask_hosts(
     """
     if (others := other_hosts(hosts)) and not transport.is_installed:
         raise UserError(f"{_NO_SSH} {transport.hint}".rstrip())
-    kept = logins if transport.is_ssh else None  # others may need the end of stdin
+    kept = logins if transport.keeps_open else None
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     work_s = transport.login_s if work_s is None else work_s
     waiting, running = [*reversed(hosts)], list[Login]()
@@ -267,12 +268,16 @@ class Login:
             # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
             command = ["ssh", "-F", config, "-T", "--", host.alias, _ANY_SHELL_LINE]
         else:
-            command = [*transport.agent, host.name, _ANY_SHELL_LINE]
+            command = transport.command(host.name, _ANY_SHELL_LINE)
         if pause_s:
             command = ["sh", "-c", f'sleep {pause_s}; exec "$@"', "sh", *command]
         with theirs:
             self.process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=self._stderr
+                command,
+                env=transport.environment(os.environ),
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
             )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
@@ -367,8 +372,11 @@ class Login:
         way = direct if jump.NOT_SHARED in errors else config
         return Login(self.host, self._python, self._transport, way, pause_s=jump.PAUSE_S)
 
-    def close(self) -> None:
+    def end_input(self) -> None:
         self._stdin.close()
+
+    def close(self) -> None:
+        self.end_input()
         self.stdout.close()
         ends_s = 0.0
         if is_this_host(self.host.name):  # a program ends if nobody reads its output any more
@@ -378,6 +386,10 @@ class Login:
             ends_s = max(_END_S, self.deadline - time.monotonic())
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(ends_s)
+        if not self._transport.is_ssh and self.process.poll() is None:
+            self.process.terminate()  # srun then ends its step, which a killed one leaves behind
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_ENDS_STEP_S)
         self.process.kill()
         self.process.wait()
         self._stderr.close()
@@ -387,5 +399,7 @@ class Logins(dict[str, Login]):
     """Logins that remain open for further programs, by the keys of their hosts."""
 
     def close(self) -> None:
+        for login in self.values():  # so they end at the same time
+            login.end_input()
         while self:
             self.popitem()[1].close()

@@ -31,6 +31,7 @@ RUN = (sys.executable, "-m", "mpiddp", "run")
 ENV = {"OMP_NUM_THREADS": "1"}
 NO_SSH = "echo 'ssh is not allowed here' >&2; exit 1"
 TWO_EACH = ("-N2", "--ntasks-per-node=2")
+THREE = ("-N3", "--ntasks-per-node=1")
 ON_TWO = [("node0", 0, 0), ("node0", 1, 0), ("node1", 0, 1), ("node1", 1, 1)]
 
 
@@ -60,11 +61,20 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
-    """Run `mpiddp launch` in a batch script with two tasks on each of two hosts."""
+    """Run `mpiddp launch` in a batch script, by default with two tasks on each of two hosts, without ssh.
 
-    def submit(*arguments: str, first: str = "", how: str = "exec") -> Done:
-        text = f"#!/bin/bash\n{first}\n{how} {shlex.join([*LAUNCH, *arguments])}\n"
-        done = batch.sbatch(text, *TWO_EACH, cwd=hosts.folder, env=ENV)
+    Each srun adds a line with its options to the file "steps".
+    """
+    bin_ = hosts.folder / "bin"
+    executable(bin_ / "ssh", NO_SSH)
+    executable(bin_ / "srun", f'echo "$@" >>{hosts.folder}/steps; exec /usr/bin/srun "$@"')
+
+    def submit(
+        *arguments: str, first: str = "", how: str = "exec", job: tuple[str, ...] = TWO_EACH
+    ) -> Done:
+        launch = f"{how} {shlex.join([*LAUNCH, *arguments])}" if arguments else ""
+        text = f"#!/bin/bash\nexport PATH={bin_}:$PATH\n{first}\n{launch}\n"
+        done = batch.sbatch(text, *job, cwd=hosts.folder, env=ENV)
         return Done(done.returncode, done.stdout, done.stdout)
 
     return submit
@@ -72,11 +82,12 @@ def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
 
 def test_a_slurm_job(hosts, sbatch):
     """In a Slurm job, `mpiddp launch` starts a rank for each task on the job's hosts, without ssh."""
-    folder = hosts.folder / "without_ssh"
-    executable(folder / "ssh", NO_SSH)
     options = ("--wait-for-hosts=1h", "--interface", "10.77.0.0/24")
-    done = sbatch(*options, program("identity.py"), first=f"export PATH={folder}:$PATH")
+    done = sbatch(*options, program("identity.py"))
     assert placed(done) == ON_TWO
+    # A login for the preflight and the variables, and the ranks.
+    steps = (hosts.folder / "steps").read_text().splitlines()
+    assert ["--overlap" in step for step in steps if "--ntasks" in step] == [True, False], steps
     assert done.said[0].startswith("no hosts given: using Slurm job ")
     master = hosts["node0"].address
     network = [(rank["interface"], rank["master"]) for rank in done.records]
@@ -92,12 +103,66 @@ def test_a_launch_from_a_login_node(hosts, batch):
     assert {rank["master"] for rank in done.records} == {hosts["node1"].address}
 
 
-@two_mpis
-def test_an_mpirun_in_a_slurm_job(sbatch, mpi):
+# The kernel kills it on node2, until that host is left out.
+KILLED_ON_NODE2 = """
+import os, signal, socket, mpiddp
+mpiddp.init()
+if socket.gethostname() == "node2":
+    os.kill(os.getpid(), signal.SIGKILL)
+print(os.environ["WORLD_SIZE"], "ranks", os.environ["MARK"], flush=True)
+"""
+
+
+def test_a_sick_host_of_a_slurm_job(hosts, sbatch):
+    """In a Slurm job, all verbs work on its hosts: check, push, pull, run, doctor, and all of launch."""
+    folder, mpiddp = Path("/run/project"), shlex.join(LAUNCH[:-1])
+    hosts.script(KILLED_ON_NODE2, "fails.py")
+    lines = [
+        f"exec 2>&1; mkdir {folder} {folder}/run; cd {folder}; cp {hosts.folder}/fails.py .",
+        "export MARK='a b,$c'",
+        f"{mpiddp} launch fails.py; echo code $?",
+        f"{mpiddp} hosts push {folder}",
+        f"{mpiddp} launch --spares 1 fails.py; echo code $?",
+        f"{mpiddp} launch --max-restarts 3 --min-hosts 2 fails.py; echo code $?",
+        f"{mpiddp} hosts check",
+        f"{mpiddp} hosts run -- sh -c 'hostname >{folder}/run/$(hostname)'",
+        f"{mpiddp} hosts pull run; ls run",
+        f"{mpiddp} doctor --quick",
+        "squeue --steps --noheader --format=%i",
+        f"{mpiddp} hosts run -- rm -r {folder}",
+    ]
+    done = sbatch(first="\n".join(lines), job=THREE)
+    said = [
+        *(f"mpiddp: .*node{number}: the working folder {folder} is missing" for number in (1, 2)),
+        "code 2",
+        r"node\[1-2\]: .* sent",
+        "mpiddp: kept in reserve: node2",
+        r"2 ranks a b,\$c",
+        "code 0",
+        "mpiddp: leaving out a host: node2 has ended two attempts in a row.",
+        r"2 ranks a b,\$c",
+        "code 0",
+        "3 hosts, 3 slots",
+        "node2: 1 file",
+        "node2",
+        "ok +preflight +3 hosts can start ranks",
+        r"\d+.batch",
+    ]
+    rest = iter(done.stdout.splitlines())
+    for line in said:
+        assert any(re.match(line, text) for text in rest), f"{line}\n{done.stdout}"
+    assert [*rest] == [], done.stdout
+
+
+def test_an_mpirun_in_a_slurm_job(hosts, sbatch):
     """In a Slurm job, --mpirun and -H start the ranks over ssh instead, in other numbers than Slurm's."""
-    options = ("--mpirun", mpirun_of(mpi), "-H", "node1:1,node0:3")
+    (hosts.folder / "bin" / "ssh").unlink()
+    options = ("--mpirun", mpirun_of("mpich"), "-H", "node1:1,node0:3")
     done = sbatch(*options, program("identity.py"))
     assert placed(done) == [("node1", 0, 0), ("node0", 0, 1), ("node0", 1, 1), ("node0", 2, 1)]
+    done = sbatch("--mpirun", mpirun_of("openmpi5"), program("identity.py"))
+    assert placed(done) == ON_TWO
+    assert not (hosts.folder / "steps").exists()
 
 
 def test_a_command_in_a_slurm_job(hosts, sbatch):
@@ -188,6 +253,17 @@ def test_a_grid_engine_job(engine, qsub, mpi, user):
     assert [first, *rest] in (expected, [(other[host], *place) for host, *place in expected])
     assert done.said[0].startswith("no hosts given: using Grid Engine job ")
     assert {rank["user"] for rank in done.records} == {user}
+
+
+def test_push_in_a_grid_engine_job(qsub):
+    """In a job of Grid Engine, a push reaches the job's hosts without ssh, byte for byte."""
+    folder, mpiddp = Path("/run/project"), shlex.join(LAUNCH[:-1])
+    first = f"mkdir {folder}; cd {folder}; head -c 3000000 /dev/urandom >random; exec 2>&1\n"
+    first += f"{mpiddp} hosts push {folder}; {mpiddp} hosts run -- sha1sum {folder}/random"
+    done = qsub(
+        "--min-hosts=2", "--", "rm", "-r", str(folder), first=first, pe="spread 2"
+    ).assert_ok()
+    assert re.search(r"^node\[0-1\]: \w+  /run/project/random$", done.stdout, re.MULTILINE), done
 
 
 def test_tasks_of_a_grid_engine_job(engine, qsub):

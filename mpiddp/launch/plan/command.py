@@ -41,6 +41,7 @@ class Request(NamedTuple):
     env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
     bind: str = "none"
     mpi_args: tuple[str, ...] = ()  # the user's own arguments for mpirun
+    is_restart: bool = False
     # The network, by `find_network`: this machine's interface, None if no single one leads to all hosts.
     interface: Interface | None = None
     # The networks that MPI must use on all hosts: "10.0.0.0/24", or the name of an interface that all hosts
@@ -141,9 +142,9 @@ class Starter(NamedTuple):
     add_flags: Callable[[Request, Command], None]  # adds variables and files too
     library: str = ""  # the file name of its libmpi, "" if the ranks need none
     daemon: str = ""  # the program that it starts on the other hosts, in the folder of mpirun
-    # A scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is left of a job,
-    # and may let a start wait.
-    has_scheduler: bool = False
+    # srun may wait until other steps of the job end, and Slurm chooses the GPUs of its tasks.
+    may_wait: bool = False
+    chooses_gpus: bool = False
     # The signal that ends it. Open MPI's mpirun takes SIGHUP like SIGTERM, so it can ignore the SIGTERM that
     # a batch system sends to every process of a job. Hydra survives that until the ranks have saved. Intel
     # MPI's mpirun is a shell script, which cannot ignore it. srun passes SIGTERM on to its tasks.
@@ -159,8 +160,7 @@ class Starter(NamedTuple):
         """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
         env, inherited = request.env, request.inherited
         # mpirun's own environment has the others of them.
-        inherited = inherited if self.has_scheduler else to_start(inherited)
-        variables = {**inherited, **request.variables}
+        variables = {**to_start(inherited), **request.variables}
         changed = {name: value for name, value in variables.items() if env.get(name) != value}
         command = Command(str(self.program), [], request.job, {*variables}, scratch, {**changed})
         self.add_flags(request, command)

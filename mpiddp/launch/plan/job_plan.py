@@ -24,6 +24,7 @@ from mpiddp.hosts.hostfile import Host, Hosts, without
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.program_files import python_path
 from mpiddp.hosts.ssh import Logins, other_hosts
+from mpiddp.hosts.transport import SSH
 from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log
 from mpiddp.launch.plan.command import Request, Starter
@@ -87,12 +88,11 @@ def make_plan(
     named, is_first = past.named, not past.attempts
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     env = {name: value for name, value in env.items() if name not in options.kept_home}
-    # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
-    needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
-    if (needing or options.grow_s) and (starter.has_scheduler or not options.check):
+    # Without a preflight, --min-hosts still counts at a restart.
+    if (options.wait_s or options.spares or options.grow_s) and not options.check:
         raise UserError(
-            "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
-            "that answer. In a Slurm job, start over ssh: --mpirun PATH. Elsewhere, leave out --no-check."
+            "--spares, --wait-for-hosts and --grow need the preflight, which finds the hosts that answer. "
+            "Leave out --no-check."
         )
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
     if options.push and is_first and not options.dry_run:
@@ -134,6 +134,7 @@ def _plan(
         env=env,
         bind=options.bind,
         mpi_args=options.mpi_args,
+        is_restart=past.attempts > 0,
     )
     request = find_network(request, checked.infos, options.interface, dry_run=options.dry_run)
     request = request._replace(variables=_variables(options, starter, request))
@@ -148,7 +149,7 @@ def _choices(plan: Plan) -> Iterator[str]:
     options, starter, hosts = plan.options, plan.starter, plan.request.hosts
     if options.verbose:
         yield f"{starter.name}, {starter.program}"
-        if len(hosts.hosts) > 1 and not starter.has_scheduler:
+        if len(hosts.hosts) > 1:
             yield f"{hosts.transport.name} reaches the other hosts"
         if interface := plan.request.interface:
             yield f"{interface.name} ({interface.address}) leads to the other hosts"
@@ -183,7 +184,11 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     """
     hosts = named_hosts(options.hostfile, options.host_list, env, options.login_s)
     hosts = hosts or Hosts("this machine", (Host("localhost"),))
-    transport = hosts.transport._replace(silence_s=names.PATIENCE * options.lost_s)
+    transport = hosts.transport
+    if options.mpirun is not None and hosts.starter != "mpirun":
+        # Slurm signals every process of its steps. As steps, daemons of this mpirun would end their ranks.
+        transport = SSH._replace(login_s=options.login_s)
+    transport = transport._replace(silence_s=names.PATIENCE * options.lost_s)
     hosts = replace(hosts, transport=transport)
     if options.exclude is not None:
         hosts = without(hosts, options.exclude, is_first=is_first)
@@ -204,10 +209,6 @@ def _push(named: Hosts, folder: str, least: int) -> None:
     """Push `folder` and the environment of this Python to the hosts, of which `least` must take them."""
     from mpiddp.hosts import push  # few jobs need it
 
-    if not named.transport.is_ssh:
-        raise UserError(
-            f"--push needs ssh, and {named.transport.name} reaches the hosts of this job."
-        )
     began_at, folders = time.monotonic(), push.default_folders(folder)
     files, failures = push.push(named.usable, folders, min_hosts=least, transport=named.transport)
     for sentence in failures.values():
@@ -231,7 +232,7 @@ def run_preflight(
     kind, exports = options.job[0], options.variables
     is_alone = not other_hosts(named.usable)
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
-    is_off = starter.has_scheduler or options.dry_run or not options.check
+    is_off = options.dry_run or not options.check
     if is_off or (is_alone and not uses_gpus):
         return Checked()
     if is_alone:  # this machine takes all ranks, and only its GPUs may have a fault
@@ -242,8 +243,9 @@ def run_preflight(
     interface = requested_network(options.interface)[1] if options.interface else ()
     needs = {
         "python": str(PYTHON),
-        "mpirun": str(starter.program),
-        "daemon": str(starter.program.with_name(starter.daemon)),  # which mpirun starts there
+        # A starter without a daemon, srun, runs on this host alone.
+        "mpirun": str(starter.program) if starter.daemon else "",
+        "daemon": str(starter.program.with_name(starter.daemon or starter.program.name)),
         "folder": working_folder(env),
         "path": env.get("PATH", os.defpath),  # of the ranks
         "packages": python_path({**env, **exports}),  # the folders of their PYTHONPATH
@@ -274,8 +276,7 @@ def _variables(options: LaunchOptions, starter: Starter, request: Request) -> di
     hosts, exports = request.hosts.hosts, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(request.networks)
-    # A scheduler chooses the GPUs of each host itself.
-    gpus = "" if starter.has_scheduler else gpu_table(hosts, request.env, exports)
+    gpus = "" if starter.chooses_gpus else gpu_table(hosts, request.env, exports)
     # The environment may hold the default of --timeout, and -x precedes that.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     ours = {

@@ -201,7 +201,7 @@ def place(
         if not (count := min(left, slots)):
             continue
         left -= count
-        if is_this_host(host.name) and not starter.has_scheduler:
+        if is_this_host(host.name):
             here.append(host)
             # mpirun recognizes this machine by the name that it calls itself, and then needs no ssh to it.
             name = socket.gethostname()

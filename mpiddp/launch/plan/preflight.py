@@ -120,8 +120,8 @@ def preflight(
             first = first or (None if complaint else info)
         if complaint:
             complaints[host] = complaint
-    if transport.hint and silent:
-        complaints[silent[-1]] += f"\n{transport.hint}"
+    if silent and (hint := transport.hint or transport.if_lost):
+        complaints[silent[-1]] += f"\n{hint}"
     return Checked(
         infos,
         {**_mistaken(infos), **complaints},
@@ -178,7 +178,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
     if not info.has_folder:
         problem = f"the working folder {needs['folder']} is missing"
         return f"{name}: {problem}. {_PUSH}, or launch from a folder that every host has."
-    if info.mpirun is None or not info.has_daemon:
+    if needs["mpirun"] and (info.mpirun is None or not info.has_daemon):
         problem = f"{needs['daemon' if info.mpirun else 'mpirun']} is missing or does not run."
         return f"{name}: {problem} Install the same MPI at the same path on every host."
     if not info.has_program:

@@ -214,7 +214,8 @@ def _add_hydra(request: Request, command: Command, launcher: str, *variables: st
 
 
 def _srun(request: Request, command: Command) -> None:
-    names = request.aliases_of_ranks
+    hosts = request.hosts.hosts  # by Slurm's names for them
+    names = [host.listed or host.name for host in hosts for _ in range(host.ranks)]
     if listed := command.host_file(names):
         command.settings["SLURM_HOSTFILE"] = listed
     where = () if listed else (f"--nodelist={','.join(names)}",)
@@ -229,8 +230,9 @@ def _srun(request: Request, command: Command) -> None:
     command.add("one Ctrl-C is enough", "--quit-on-interrupt")
     command.add(_FOLDER, f"--chdir={request.folder}")
     command.add(_VARIABLES, f"--export={','.join(sorted(exported))}")
-    if "SLURM_LAUNCH_NODE_IPADDR" in request.env:
-        # Inside of a step, as in the shell of `srun --pty`: the step of the ranks would wait for its CPUs.
+    if request.is_restart or "SLURM_LAUNCH_NODE_IPADDR" in request.env:
+        # The step of the ranks would wait for the CPUs of another: that of the last attempt ends only when
+        # Slurm gives up a dead node, and this launcher may run in one, as in the shell of `srun --pty`.
         command.settings["SLURM_OVERLAP"] = "1"
     cpus = request.env.get("SLURM_CPUS_PER_TASK", "")
     most = max(host.ranks for host in request.hosts.hosts)
@@ -281,7 +283,8 @@ STARTERS = (
         name="Slurm's srun",
         version=re.compile(r"(?m)^slurm(?:-wlm)? ([0-9]{1,9}[\w.]{0,40})"),
         add_flags=_srun,
-        has_scheduler=True,
+        may_wait=True,
+        chooses_gpus=True,
     ),
 )
 
@@ -312,7 +315,7 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
             finds_itself = is_named or program.parent == python.parent
             libmpi = None if finds_itself else _find_library(kind.library, program)
             return kind._replace(name=f"{kind.name} {match[1]}", program=program, libmpi=libmpi)
-    *names, last = dict.fromkeys(kind.name for kind in STARTERS if not kind.has_scheduler)
+    *names, last = dict.fromkeys(kind.name for kind in STARTERS if kind.library)
     first = shown(answer.strip().partition("\n")[0])
     prints = f'prints "{first}"' if first else f"prints nothing in {VERSION_S:g} s"
     raise UserError(

@@ -66,7 +66,7 @@ class Agents:
     @property
     def has_logged_in(self) -> bool:
         """Whether mpirun reaches other hosts by ssh logins."""
-        return bool(self.others) and not self.plan.starter.has_scheduler
+        return bool(self.others)
 
     def clean_up(self, outcome: Outcome, record: Record) -> None:
         """Leave no process and no file of the job on any host that can be reached.
@@ -82,7 +82,8 @@ class Agents:
                 started = record.latest["started"].values()
                 outputs = [output for event in started for output in event.facts.get("outputs", ())]
                 names = self.job, self.private_name
-                stack.callback(sweep, self.plan.request, hosts, *names, outputs)
+                has_lost = bool(record.silent_hosts)
+                stack.callback(sweep, self.plan.request, hosts, *names, outputs, has_lost)
             stack.callback(self.opened.close)
             stack.callback(self.server.drop_all)
             stack.callback(self.output.settle, is_said=outcome.is_complete)
@@ -91,7 +92,7 @@ class Agents:
 def start(launcher: Launcher, plan: Plan) -> Agents:
     """Start the agents of `plan`. Raises CutOff for hosts that the others do not reach."""
     options, request = plan.options, plan.request
-    hosts, has_scheduler = request.names_of_ranks, plan.starter.has_scheduler
+    hosts = request.names_of_ranks
     has_prefix = {"auto": len(hosts) > 1, "always": True}.get(options.prefix, False)
     others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
     job = os.urandom(8).hex()
@@ -109,7 +110,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         folder = stack.enter_context(private.own_folder(os.environ))
         selector = stack.enter_context(TimedSelector())
         # A container may have a /tmp of its own, without this launcher's socket.
-        has_path = not (others or has_scheduler or options.job[0] == "--")
+        has_path = not (others or options.job[0] == "--")
         where = folder / "control" if has_path else request.control_address
         server = ControlServer(
             listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s)
@@ -117,7 +118,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         stack.callback(server.close)
         settings = {name: value for name, value in settings.items() if value} | server.settings
         variables, env = {**request.variables, **settings}, dict(request.env)
-        private_name = private.new_name() if others and not has_scheduler else ""
+        private_name = private.new_name() if others else ""
         if private_name:
             stack.callback(private.remove, private_name)
             everything = {**request.inherited, **variables}

@@ -109,7 +109,12 @@ def _cut_off(
 
 
 def sweep(
-    request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]
+    request: Request,
+    hosts: Sequence[Host],
+    job: str,
+    name: str,
+    outputs: Sequence[str],
+    has_lost: bool = False,  # whether the job has lost other hosts
 ) -> None:
     """Kill the processes of `job` on these hosts at once, and remove the variables kept under this name.
 
@@ -128,6 +133,8 @@ def sweep(
             )
         elif answer.value:
             log.info(f"killed leftover processes of the job on {host.name}: {len(answer.value)}.")
+    if quick.if_lost and (has_lost or any(answer.why for answer in answers.values())):
+        log.info(quick.if_lost)
 
 
 @contextmanager

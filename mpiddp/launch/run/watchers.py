@@ -112,9 +112,9 @@ class LateStart(Watcher):
         # All ranks may import torch from a slow file system.
         start_s = max(START_TIMEOUT_S, 2 * (timeout_s or 0))
         match event.kind:
-            # srun may wait for other job steps to end.
-            case "began" if not self.plan.starter.has_scheduler:
-                self._allow(start_s)
+            case "began":
+                if not self.plan.starter.may_wait:
+                    self._allow(start_s)
                 if agents.has_logged_in:
                     self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, record, record.phase)
             case "started" if num_started == record.world_size:

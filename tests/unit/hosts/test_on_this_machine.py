@@ -45,7 +45,7 @@ def test_a_login_that_stays_open_takes_one_program_after_the_other():
 def test_a_login_shell_of_another_kind(shell):
     """What a program prints at its end is no sign of its end."""
     need(shell)
-    login = Transport("shell", ("sh", "-c", f'exec {shell} -c "$1"'), "rsh", instead="--hostfile F")
+    login = Transport("shell", ("sh", "-c", f'exec {shell} -c "$1"'), "rsh", fix="F")
     program = "import time; print('mpiddp-answered', flush=True); time.sleep(0.1); print('$HOME')"
     (answer,) = ask_hosts([Host("a.invalid")], program, transport=login).values()
     assert (answer.exit_code, answer.stdout) == (0, "mpiddp-answered\n$HOME\n")
