@@ -32,7 +32,7 @@ _WITH_HELP_ALL = ("launch", "train")
 # The verbs that have verbs of their own.
 _PARTS = {
     "hosts": ("check", "keys", "push", "pull", "run"),
-    "checkpoints": ("list", "verify", "pin", "prune", "export"),
+    "checkpoints": ("list", "verify", "pin", "rewind", "prune", "export"),
     "bench": ("allreduce", "scaling"),
 }
 

@@ -27,7 +27,7 @@ VERBS = {
     "hosts": ("hosts.main", "check hostfiles; log in, push a folder, run a command, pull a run"),
     "doctor": ("doctor.main", "check the hosts before a job"),
     "explain": ("explain.main", "say why a job failed, from its log"),
-    "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),
+    "checkpoints": ("checkpoints.main", "list, verify, keep, rewind and export checkpoints"),
     "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
     "bench": ("bench.main", "measure how a script scales, and the all-reduce"),
 }

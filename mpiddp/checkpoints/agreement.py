@@ -1,15 +1,17 @@
 """The union of the states of all ranks. Ranks that have different values under one key are refused.
 
 In each save, the ranks compare keys, types, shapes, numbers, and small tensors of integers. In the first two
-saves and every tenth, they compare hashes of all other tensors, which takes one pass over the memory. Tensors
-whose hashes differ are saved if they differ in the last bits only.
+saves and every tenth, they compare hashes of all other tensors, which takes one pass over the memory. If some
+differ, the few that differ most are compared element by element, because different processors may differ by
+rounding.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -23,13 +25,14 @@ from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, mesh_of, shown_path
 from mpiddp.errors import UserError
 from mpiddp.runtime.rank_log import log
+from mpiddp.runtime.torch.divergence import digest
 from mpiddp.text import counted, listed
 
 _SMALL = 1 << 16  # a tensor of so many integers, or fewer, is compared in each save
 _SHOWN = 4  # a sentence shows the values of a tensor of so many integers, or fewer
 _LONGEST = 80  # characters of a rank's value in a sentence
-_TOLERANCE = 1e-3  # of the largest element, because processors and kernels round differently
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_CHUNK = 1 << 20  # elements that are added up at once
+_SENT = 4  # so many tensors that differ are sent, and compared element by element
 # Each rank has its own statistics of BatchNorm in DDP. The statistics of the lowest rank are saved.
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
 _HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
@@ -43,12 +46,12 @@ class Union:
         tree: the state with a type in the place of each tensor.
         savers: by path, the ranks that save a tensor: for a DTensor the ranks of its mesh; for a plain tensor
             that some writers lack, the lowest rank that has it. {} if all ranks have the same tensors.
-        has_stages: some ranks have tensors that others do not.
+        partial: the paths that only some ranks have. All that is below them is partial, too.
     """
 
     tree: Any
     savers: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
-    has_stages: bool = False
+    partial: list[Keys] = field(default_factory=list)
 
 
 def is_of_each_rank(path: Keys) -> bool:
@@ -78,12 +81,15 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
     writers = {first[digests[rank]] for rank in run.writers}
     union = Union(None)
 
-    def merged(by_rank: Mapping[int, Any], path: Keys) -> Any:
+    def merged(by_rank: Mapping[int, Any], path: Keys, *, is_partial: bool = False) -> Any:
         """The union of what the ranks have at this path of their trees."""
         # A rank may have None, for example if rank 0 alone has gathered the state of an optimizer.
         by_rank = {rank: tree for rank, tree in by_rank.items() if tree is not None}
         if not by_rank:
             return None
+        if len(by_rank) < len(trees) and not is_partial:
+            union.partial.append(path)
+            is_partial = True
         lowest = min(by_rank)
         value = by_rank[lowest]
         for rank, other in by_rank.items():
@@ -92,7 +98,6 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
                 _refuse(run, shown_path(path), kinds)
         kind = type(value)
         if kind is _Leaf:
-            union.has_stages |= len(by_rank) < len(trees)
             if value.mesh or not writers <= by_rank.keys():
                 union.savers[path] = value.mesh or (lowest,)
             return value.dtype
@@ -102,7 +107,10 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
         for rank, tree in by_rank.items():
             for key, entry in tree.items() if kind in state.DICTS else enumerate(tree):
                 by_key[key][rank] = entry
-        items = {key: merged(of_key, (*path, key)) for key, of_key in by_key.items()}
+        items = {
+            key: merged(of_key, (*path, key), is_partial=is_partial)
+            for key, of_key in by_key.items()
+        }
         return state.as_kind_of(value, items) if kind in state.DICTS else kind(items.values())
 
     union.tree = merged(trees, ())
@@ -180,71 +188,129 @@ def _shared_parts(run: Run, flat: FlatState) -> dict[str, Tensor]:
     return parts
 
 
-def _hashes_of(parts: Mapping[str, Tensor]) -> dict[str, int]:
-    """A hash of each tensor. This waits once for each GPU, and not once for each tensor."""
-    sums: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
-    for name, part in parts.items():
-        sums[part.device][name] = _hash(part)
-    hashes: dict[str, int] = {}
-    for by_name in sums.values():
-        hashes |= dict(zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True))
-    return hashes
-
-
-def _hash(value: Tensor) -> Tensor:
-    """A sum of the bits of all elements, in which each row has a weight of its own."""
-    plain = value.detach().resolve_conj().resolve_neg()
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    bits = plain.view(_INTEGERS[plain.element_size()])
-    rows = (bits.sum(-1, dtype=torch.int64) if bits.ndim else bits.long()).reshape(-1)
-    weights = torch.arange(1, len(rows) + 1, device=rows.device)
-    return (rows * weights).sum()
-
-
 def digest_of_values(run: Run, flat: FlatState) -> str:
     """A hash of the bits of all tensors that other ranks may have."""
-    hashes = _hashes_of(_shared_parts(run, flat))
+    hashes = _numbers_of(digest, _shared_parts(run, flat))
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
+
+
+def _numbers_of(
+    function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """A number of each tensor. This waits once for each GPU, and not once for each tensor."""
+    by_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
+    for name, part in parts.items():
+        by_device[part.device][name] = function(part)
+    numbers: dict[str, Any] = {}
+    for by_name in by_device.values():
+        numbers |= dict(zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True))
+    return numbers
+
+
+def _weighted_sum(part: Tensor) -> Tensor:
+    """A sum in which each element has a sign of its own, so that every difference shows in it."""
+    flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
+    signs = 2 * (torch.arange(_CHUNK, device=part.device) * 2654435761 >> 16 & 1) - 1
+    sums = [(chunk.double() * signs[: len(chunk)]).sum() for chunk in flat.split(_CHUNK)]
+    return torch.stack(sums).sum()
+
+
+def _largest(part: Tensor) -> Tensor:
+    """The largest absolute value of a tensor; 0 for integers, which are never rounded."""
+    is_exact = not (part.is_floating_point() or part.is_complex())
+    return part.new_zeros((), dtype=torch.float64) if is_exact else part.abs().max().double()
+
+
+class _Odd(NamedTuple):
+    """A tensor that differs between ranks."""
+
+    name: str
+    lowest: int  # of the ranks that have it
+    others: Sequence[int]  # the ranks where it is another one; it differs most on the first of them
+    size: float  # of the difference, compared with the largest element
 
 
 def compare_values(run: Run, flat: FlatState) -> None:
     """Compare the tensors whose hashes differ between ranks. A collective: every rank must call it.
 
-    Raises ValueError, the same on all ranks, if one differs by more than the last bits.
+    Rank 0 finds those that differ most. Of each of these, the lowest rank sends its own to the rank where it
+    differs most, and only there the elements are compared.
+
+    Raises ValueError, the same on all ranks, if one differs by more than rounding.
     """
     parts = _shared_parts(run, flat)
+    columns = [_numbers_of(function, parts) for function in (digest, _weighted_sum, _largest)]
     by_rank: list[Any] = [None] * run.world_size
-    dist.all_gather_object(by_rank, _hashes_of(parts), group=run.group)
-    rounded: list[str] = []
-    for name in dict.fromkeys(name for hashes in by_rank for name in hashes):
-        ranks = [rank for rank, hashes in enumerate(by_rank) if name in hashes]
-        if len({by_rank[rank][name] for rank in ranks}) == 1:
+    dist.gather_object(columns, by_rank if run.rank == 0 else None, 0, group=run.group)
+    found: list[Any] = [_odd_ones(by_rank) if run.rank == 0 else None]
+    dist.broadcast_object_list(found, 0, group=run.group)
+    group: Any = run.group or dist.group.WORLD
+    answers: list[list[Any]] = []
+    for tag, odd in enumerate(found[0][:_SENT]):
+        if run.rank not in (odd.lowest, odd.others[0]):
             continue
-        part, problem = parts.get(name), None
-        sent = [part.cpu() if part is not None and run.rank == ranks[0] else None]
-        dist.broadcast_object_list(sent, ranks[0], group=run.group)
-        if sent[0] is not None and part is not None:
-            problem = _difference(sent[0], part.cpu())
-        for rank, answer in enumerate(run.gather(problem)):
-            if answer is not None:
-                _refuse(run, name, {ranks[0]: answer[0], rank: answer[1]})
-        rounded.append(name)
-    if rounded and run.rank == 0:
-        log.warning(
-            f"warning: {listed(rounded, 2)}: the ranks differ in the last bits. Those of the lowest rank are "
-            "saved."
-        )
+        part = parts[odd.name].resolve_conj().resolve_neg().cpu().contiguous()
+        content = part.reshape(-1).view(torch.uint8)
+        if run.rank == odd.lowest:
+            group.send([content], odd.others[0], tag).wait()
+        else:
+            received = torch.empty_like(content)
+            group.recv([received], odd.lowest, tag).wait()
+            answers.append([tag, *_difference(received.view(part.dtype), part.reshape(-1))])
+    name_of = run.coordinator.name
+    for tag, is_rounding, where in sorted(row for rows in run.gather(answers) for row in rows):
+        name, lowest, others, _ = found[0][tag]
+        sentence = where.format(name_of(lowest), listed([name_of(rank) for rank in others], 2))
+        if not is_rounding:
+            raise ValueError(f"{name} differs: {sentence}. {_HINT}")
+        if run.rank == 0 and tag == 0:
+            log.warning(
+                f"warning: {counted(len(found[0]), 'tensor')} of the ranks differ by rounding, most of all "
+                f"{name}: {sentence}. Those of the lowest rank are saved."
+            )
 
 
-def _difference(first: Tensor, value: Tensor) -> list[str] | None:
-    """Where two tensors of one shape differ by more than rounding, and both values there; or None."""
-    first, value = (torch.view_as_real(t) if t.is_complex() else t for t in (first, value))
-    is_exact = not value.is_floating_point()
-    a, b = (t.reshape(-1).to(torch.int64 if is_exact else torch.float64) for t in (first, value))
-    finite = a[a.isfinite()].abs()
-    most = 0 if is_exact or not finite.numel() else _TOLERANCE * finite.max().item()
-    differs = ~torch.isclose(a, b, rtol=0, atol=most, equal_nan=not is_exact)
-    if not differs.any():
-        return None
-    index = int(differs.int().argmax())
-    return [f"element {index} is {a[index].item()}", f"{b[index].item()}"]
+def _odd_ones(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[_Odd]:
+    """The tensors that differ, the most different first. `by_rank`: their hashes, sums, largest elements."""
+    rows: dict[str, dict[int, tuple[int, float, float]]] = defaultdict(dict)
+    for rank, columns in enumerate(by_rank):
+        for name in columns[0]:
+            hashed, weighted, largest = (column[name] for column in columns)
+            rows[name][rank] = hashed, weighted, largest
+    found = []
+    for name, of_name in rows.items():
+        lowest = min(of_name)
+        hashed, weighted, largest = of_name[lowest]
+        sizes = {
+            rank: abs(row[1] - weighted) / largest if largest else math.inf
+            for rank, row in of_name.items()
+            if row[0] != hashed
+        }
+        sizes = {rank: math.inf if math.isnan(size) else size for rank, size in sizes.items()}
+        others = sorted(sizes, key=lambda rank: -sizes[rank])
+        if others:
+            found.append(_Odd(name, lowest, others, sizes[others[0]]))
+    return sorted(found, key=lambda odd: -odd.size)
+
+
+def _difference(first: Tensor, value: Tensor) -> tuple[bool, str]:
+    """Whether two tensors differ by rounding only; and where they differ most, with gaps for two ranks.
+
+    Rounding adds up over steps, as a random walk does, so more than the last bit of the largest element may
+    differ, but less than the root of its precision.
+    """
+    if value.is_complex():
+        first, value = torch.view_as_real(first).reshape(-1), torch.view_as_real(value).reshape(-1)
+    if value.is_floating_point():
+        a, b = first.double(), value.double()
+        sizes = (a - b).abs().nan_to_num(nan=math.inf)
+        sizes[(a == b) | (a.isnan() & b.isnan())] = 0
+        largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
+        most = torch.finfo(value.dtype).eps ** (2 / 3) * largest
+    else:
+        sizes, most = (first != value).double(), 0.0
+    index = int(sizes.argmax())
+    pair = first[index].item(), value[index].item()
+    difference = abs(pair[1] - pair[0])
+    where = f"element {index} is {pair[0]} on {{}}, and {pair[1]} on {{}}, a difference of {difference:.2g}"
+    return sizes[index].item() <= most, where

@@ -7,7 +7,6 @@ JSON, because the header of safetensors has no place for them:
 
     "boxes": {"fc.weight": [[10, 64], [5, 0], [5, 64], [0]]}    shape, offsets, own shape, placements
     "tied": {"lm_head.weight": "embedding.weight"}              written once
-    "layouts": {"conv1.weight": [0, 2, 3, 1]}                   the order of its dimensions in memory
 
 A file has all tensors row by row. A step copies the boxes into the memory of the host, and the thread that
 saves reads them there. contents.py reads the files.
@@ -15,14 +14,12 @@ saves reads them there. contents.py reads the files.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -49,16 +46,12 @@ class Box(NamedTuple):
         path, file: of the tensor in the state, and the name of the file for it.
         shape: of the box.
         place: of a box of a DTensor: the shape of the whole tensor, the offsets there, and its placements.
-        layout: the order of the dimensions in memory, if it is not row by row.
-        is_guarded: it has to be finite.
     """
 
     path: Keys
     file: str
     shape: Sequence[int]
     place: Place | None = None
-    layout: Sequence[int] = ()
-    is_guarded: bool = False
 
 
 class Block(NamedTuple):
@@ -125,7 +118,7 @@ class Copies:
         }
 
     def not_finite(self) -> str:
-        """A sentence about the first guarded box that has a NaN or an infinity; "" if there is none.
+        """A sentence about the first box that has a NaN or an infinity; "" if there is none.
 
         A tensor of infinities and zeros is fine, because it is a mask.
         """
@@ -137,10 +130,9 @@ class Copies:
                 end = start + math.prod(box.shape)
                 part = block.values.reshape(-1)[start:end]
                 start, value = end, _worst(part)
-                paths = [shown_path(tied.path) for tied in self.tied_to(box) if tied.is_guarded]
                 is_mask = math.isinf(value) and not (part.isfinite() & (part != 0)).any()
-                if paths and not math.isfinite(value) and not is_mask:
-                    return f"{min(paths)} has {value}"
+                if not math.isfinite(value) and not is_mask:
+                    return f"{min(shown_path(tied.path) for tied in self.tied_to(box))} has {value}"
         return ""
 
     def tied_to(self, box: Box) -> list[Box]:
@@ -149,7 +141,7 @@ class Copies:
 
     def _header_of(self, file: str) -> bytes:
         rows, end = list[str](), 0
-        notes: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}, "layouts": {}}
+        notes: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}}
         for values, boxes in self.blocks[file]:
             code, most, width = CODES.get(values.dtype), values.numel(), values.element_size()
             for box in boxes:
@@ -166,8 +158,6 @@ class Copies:
                         shape, offsets, placements = tied.place or (tied.shape, None, ())
                         place = [list(shape), offsets, list(part), list(placements)]
                         notes["boxes"][alias] = place
-                    if tied.layout:
-                        notes["layouts"][alias] = list(tied.layout)
         return header_of(rows, notes)
 
 
@@ -215,7 +205,7 @@ def boxes_of(
     for path, tensor in flat.tensors.items():
         savers, place = union.savers.get(path), None
         if is_sharded(tensor):
-            if savers not in (None, state.mesh_of(tensor)) or not _saves(path, tensor):
+            if savers not in (None, state.mesh_of(tensor)) or not _saves(tensor):
                 continue
             part, offsets = state.own_part(tensor)
             dims = [_dim_of(placement) for placement in tensor.placements]  # type: ignore[attr-defined]
@@ -229,8 +219,7 @@ def boxes_of(
             file = f"{stem_of(path[0])}{SUFFIX}"
         else:
             continue
-        box = Box(path, file, tensor.shape, place, layout_of(tensor), flat.is_guarded(path))
-        pairs.append((box, tensor))
+        pairs.append((Box(path, file, tensor.shape, place), tensor))
     return pairs
 
 
@@ -245,43 +234,17 @@ def _dim_of(placement: Any) -> int | str | None:
     return placement.dim if type(placement).__name__ == "Shard" else type(placement).__name__
 
 
-def layout_of(tensor: Tensor) -> Sequence[int]:
-    """The order of a tensor's dimensions in memory; () for row by row, and for a tensor with gaps.
-
-    The fused kernels of optimizers pair a parameter with its state in the order of memory.
-    """
-    if tensor.is_contiguous():
-        return ()
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-    return order if tensor.permute(order).is_contiguous() else ()
-
-
-def with_layout(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """A copy of a tensor whose dimensions lie in this order in memory."""
-    inverse = [list(order).index(dim) for dim in range(tensor.ndim)]
-    return tensor.permute(*order).contiguous().permute(*inverse)
-
-
-def _saves(path: Keys, tensor: Any) -> bool:
-    """Whether this rank saves its box of a DTensor.
-
-    If several ranks have the same box, as under HSDP, one of them saves it. The path of the tensor decides
-    which one, so that these ranks save about as much as each other.
-    """
+def _saves(tensor: Any) -> bool:
+    """Whether this rank saves its box of a DTensor. If several have it, as under HSDP, the first one does."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank has no part of the tensor
         return False
-    copy, num_copies = 0, 1
-    for index, size, placement in zip(
-        coordinate, tensor.device_mesh.shape, tensor.placements, strict=True
-    ):
-        if placement.is_replicate():
-            copy, num_copies = copy * size + index, num_copies * size
+    pairs = zip(coordinate, tensor.placements, strict=True)
+    if any(index and placement.is_replicate() for index, placement in pairs):
+        return False
     box, offsets = state.own_part(tensor)
     # Some ranks have no part of a tensor that is shorter than their number.
-    is_empty = not box.numel() and any(offsets)
-    return not is_empty and copy == crc32(json.dumps(path).encode()) % num_copies
+    return bool(box.numel() or not any(offsets))
 
 
 def write_whole(entries: Mapping[str, Any], folder: Path) -> Any:

@@ -1,8 +1,8 @@
-"""A run in object storage: s3://, gs:// or any other address of fsspec.
+"""A run in object storage: s3://, gs:// or any other address of fsspec. It is one more copy of the folder.
 
     bucket = Bucket("s3://models/runs/a")
-    bucket.pull(run.dir)                     # at the start, the local folder becomes what the bucket has
-    bucket.push(checkpoint, is_last=True)    # after each save
+    bucket.update(run, wishes)             # after each save: copies what is newer, removes what no wish keeps
+    bucket.fetch(run, "step_00001000")     # for a resume or a reader: brings this checkpoint
 
 A run writes its folder on a local disk, and copies it to the bucket. A class in the place of `Path` would be
 larger and less safe: objects can neither be renamed nor locked, so each function that relies on a rename or a
@@ -10,8 +10,8 @@ lock would need a second way. And a resume maps its tensors from verified files,
 the same. So this module alone knows fsspec. Its packages raise errors of many types, and each becomes an
 OSError.
 
-A checkpoint in the bucket is whole if it has COMPLETE, which is copied last and removed first. A checkpoint
-that is pulled is verified as on any disk.
+A checkpoint in the bucket is whole if it has COMPLETE, which is copied last and removed first. What a bucket
+lacks says nothing about the disk: it may have been away. So nothing local is ever removed for it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,30 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from mpiddp.checkpoints.folder import COMPLETE, NewFolder, list_steps, remove
+from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints.folder import COMPLETE, BrokenCheckpoint, NewFolder, step_of
+from mpiddp.checkpoints.retention import surplus
+from mpiddp.checkpoints.wishes import METRICS, PINS, REWIND, WISHES, Wishes
 from mpiddp.errors import UserError
 
-OWNER = "owner.json"  # names the process that writes the local folder
+# The files of a run's folder that the bucket has, too.
+RECORDS = ("config.json", METRICS, "attempts.jsonl", "summary.json", WISHES)
 
 
-def is_address(path: str | os.PathLike[str]) -> bool:
-    return "://" in str(path)
+def split_address(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The address of the run, and the name of the checkpoint, or "", of an address that a user names."""
+    run, _, name = str(path).rstrip("/").partition("/checkpoints")
+    return run, name.strip("/")
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """A local path as it is; of an address of a run, or of a checkpoint, that of this user's local copy."""
-    if not is_address(path):
-        return Path(path)
-    run, slash, name = str(path).rstrip("/").partition("/checkpoints/")
+def local_path(address: str | os.PathLike[str]) -> Path:
+    """The folder of this user that has the local copy of a run at this address."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "mpiddp", quote(run, safe=""), f"{slash}{name}".lstrip("/"))
-
-
-def pull(path: str | os.PathLike[str]) -> None:
-    """Bring the local copy of this address up to date, if it is one. Raises UserError, OSError."""
-    if is_address(path):
-        run, _, name = str(path).rstrip("/").partition("/checkpoints/")
-        Bucket(run).pull(local_path(run), name)
+    return Path(cache, "mpiddp", quote(split_address(address)[0], safe=""))
 
 
 class Bucket:
@@ -61,99 +58,159 @@ class Bucket:
         except ImportError:
             raise UserError(f"{address} needs fsspec: pip install s3fs, or gcsfs.") from None
         try:
-            self._files, root = url_to_fs(address.rstrip("/"), use_listings_cache=False)
+            self._files, self._root = url_to_fs(address.rstrip("/"), use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise UserError(f"{address}: {error}.") from None
-        self._address, self._root = address, root
+        self.address = address
 
-    def pull(self, run: Path, only: str = "") -> None:
-        """Make the local folder what the bucket has: its whole checkpoints, and the files next to them.
-
-        `only`: this checkpoint; the rest stays as it is. Raises OSError.
-        """
-        root = run / "checkpoints"
-        root.mkdir(parents=True, exist_ok=True)
+    def names(self) -> list[str]:
+        """The names of the checkpoints, the oldest first, and then of those set aside. Raises OSError."""
         with self._errors():
-            names = [name for name in self._names() if not only or name == only]
-            whole = [name for name in names if self._files.exists(f"{self._at(name)}/{COMPLETE}")]
-            for local in () if only else _all(root):
-                if local.name not in whole:  # its upload has failed, or another host has removed it
-                    remove(local)
-            for name in whole:
-                files = self._list(self._at(name))
-                if not self._is_same(name, files, root / name):
-                    new = NewFolder(root / name)
-                    new.path.mkdir()
-                    for file in files:
-                        self._files.get_file(f"{self._at(name)}/{file}", str(new.path / file))
+            paths = [Path(name) for name in self._list("checkpoints", kind="directory")]
+            rows = folders.steps_among(paths) + folders.steps_among(paths, set_aside=True)
+            return [path.name for path in rows]
+
+    def is_whole(self, name: str) -> bool:
+        with self._errors():
+            return bool(self._files.exists(self._at(name, COMPLETE)))
+
+    def size_of(self, name: str) -> int:
+        """The bytes of a checkpoint. Raises OSError."""
+        with self._errors():
+            return int(self._files.du(self._at(name)))
+
+    def fetch(self, run: Path, name: str) -> Path:
+        """The local folder of a checkpoint, which is downloaded if it is not there. Raises OSError."""
+        local = run / "checkpoints" / name
+        with self._errors():
+            if not (self._is_same(local) and _is_whole(local)):
+                new = NewFolder(local)
+                new.path.mkdir(parents=True)
+                try:
+                    for file in self._list("checkpoints", name):
+                        self._files.get_file(self._at(name, file), str(new.path / file))
                     new.publish()
-            for file in () if only else self._list(self._root):
+                finally:
+                    new.discard()
+        return local
+
+    def fetch_records(self, run: Path) -> None:
+        """Bring the small files of the run's folder, with its wishes and its pins. Raises OSError."""
+        with self._errors():
+            run.mkdir(parents=True, exist_ok=True)
+            for file in {*RECORDS} & {*self._list()}:
                 self._files.get_file(f"{self._root}/{file}", str(run / file))
+            for name in self._list(PINS):
+                (run / PINS).mkdir(exist_ok=True)
+                (run / PINS / name).touch()
 
-    def push(self, checkpoint: Path, *, is_last: bool) -> None:
-        """Copy the files of a checkpoint. If it `is_last`, the other ranks have copied theirs.
+    def update(self, run: Path, wishes: Wishes, *, whole: Path | None = None) -> None:
+        """Copy the checkpoints that are newer than those of the bucket, and remove there what no wish keeps.
 
-        Then the checkpoint becomes whole, and the files next to it follow. Raises OSError.
+        `whole`: a checkpoint whose other shards the other ranks have copied before. Raises OSError.
         """
-        target = self._at(checkpoint.name)
         with self._errors():
-            if is_last:
-                self._remove_file(f"{target}/{COMPLETE}")
-            for path in checkpoint.iterdir():
-                if path.name != COMPLETE:
-                    self._files.put_file(str(path), f"{target}/{path.name}")
-            if is_last:
-                self._files.put_file(str(checkpoint / COMPLETE), f"{target}/{COMPLETE}")
-                for path in checkpoint.parent.parent.iterdir():
-                    if path.is_file() and path.name != OWNER:
-                        self._files.put_file(str(path), f"{self._root}/{path.name}")
+            for checkpoint in reversed(folders.list_steps(run / "checkpoints")):
+                if self._is_same(checkpoint):
+                    break
+                if checkpoint == whole or _is_whole(checkpoint):
+                    self._remove_file(self._at(checkpoint.name, COMPLETE))
+                    self._push_files(checkpoint)
+                    self._files.put_file(
+                        str(checkpoint / COMPLETE), self._at(checkpoint.name, COMPLETE)
+                    )
+            for step in wishes.pins:
+                self.write(f"{PINS}/{folders.name_of_step(step)}", "")
+            for file in RECORDS:
+                if (run / file).is_file():
+                    self._files.put_file(str(run / file), f"{self._root}/{file}")
+            wishes = replace(wishes, pins=self.pins())
+            paths = [Path(name) for name in self.names()]
+            here, aside = (
+                [p for p in paths if folders.is_set_aside(p) == a] for a in (False, True)
+            )
+            for path in surplus(here, aside, wishes, lambda path: self.is_whole(path.name)):
+                self._remove(path.name)
 
-    def prune(self, root: Path) -> None:
-        """Remove the checkpoints that the local folder no longer has. Raises OSError."""
-        local = {path.name for path in _all(root)}
+    def push_shards(self, checkpoint: Path) -> None:
+        """Copy the files of another rank than the one that completes the checkpoint. Raises OSError."""
         with self._errors():
-            for name in self._names():
-                if name not in local:
-                    self._remove(name)
+            self._push_files(checkpoint)
 
-    def rename(self, name: str, new_name: str) -> None:
-        """Rename a checkpoint, which is whole under one of the names, or under none. Raises OSError."""
-        old, new = self._at(name), self._at(new_name)
-        with self._errors():
-            if self._files.exists(f"{old}/{COMPLETE}"):
-                self._remove(new_name)
-                content = self._files.cat_file(f"{old}/{COMPLETE}")
-                self._remove_file(f"{old}/{COMPLETE}")
-                for file in self._list(old):
-                    self._files.cp_file(f"{old}/{file}", f"{new}/{file}")
-                self._files.pipe_file(f"{new}/{COMPLETE}", content)
+    def set_aside(self, step: int) -> None:
+        """Rename the checkpoints of later steps. Each is whole under one of the names. Raises OSError."""
+        names = self.names()
+        for name in names:
+            is_later = not folders.is_set_aside(Path(name)) and step_of(Path(name)) > step
+            if not is_later or not self.is_whole(name):
+                continue
+            aside = next(aside for aside in folders.aside_names(name) if aside not in names)
+            with self._errors():
+                content = self._files.cat_file(self._at(name, COMPLETE))
+                self._remove_file(self._at(name, COMPLETE))
+                for file in self._list("checkpoints", name):
+                    self._files.cp_file(self._at(name, file), self._at(aside, file))
+                self._files.pipe_file(self._at(aside, COMPLETE), content)
                 self._remove(name)
 
-    def _at(self, name: str) -> str:
-        return f"{self._root}/checkpoints/{name}"
+    def wishes(self) -> Wishes:
+        """Those of the run. Raises OSError."""
+        with self._errors():
+            has_wishes = WISHES in self._list()
+            content = self._files.cat_file(f"{self._root}/{WISHES}") if has_wishes else b"{}"
+            return Wishes.parse(content, self.pins())
 
-    def _names(self) -> list[str]:
-        """The checkpoints, whole or not."""
-        return self._list(f"{self._root}/checkpoints", kind="directory")
+    def pins(self) -> set[int]:
+        with self._errors():
+            return {step_of(pin) for pin in folders.steps_among(map(Path, self._list(PINS)))}
 
-    def _list(self, path: str, kind: str = "file") -> list[str]:
+    def write(self, file: str, content: str) -> str:
+        """Write a small file into the run's folder, such as a pin. Returns its address. Raises OSError."""
+        with self._errors():
+            self._files.pipe_file(f"{self._root}/{file}", content.encode())
+        return f"{self.address}/{file}"
+
+    def rewound_to(self) -> int:
+        """The step to which `mpiddp checkpoints rewind` takes the next resume; -1 without one."""
+        with self._errors():
+            return (
+                int(self._files.cat_file(f"{self._root}/{REWIND}"))
+                if REWIND in self._list()
+                else -1
+            )
+
+    def end_rewind(self) -> None:
+        with self._errors():
+            self._remove_file(f"{self._root}/{REWIND}")
+
+    def _at(self, name: str, file: str = "") -> str:
+        return f"{self._root}/checkpoints/{name}/{file}".rstrip("/")
+
+    def _is_same(self, local: Path) -> bool:
+        """Whether the bucket has the checkpoint of this folder, whole."""
         try:
-            rows = self._files.ls(path, detail=True)
+            content: bytes = self._files.cat_file(self._at(local.name, COMPLETE))
+            return content == (local / COMPLETE).read_bytes()
+        except FileNotFoundError:
+            return False
+
+    def _push_files(self, checkpoint: Path) -> None:
+        for path in checkpoint.iterdir():
+            if path.name != COMPLETE:
+                self._files.put_file(str(path), self._at(checkpoint.name, path.name))
+
+    def _list(self, *parts: str, kind: str = "file") -> list[str]:
+        """The names of the files in a folder of the run, [] if it is missing."""
+        try:
+            rows = self._files.ls("/".join((self._root, *parts)), detail=True)
         except FileNotFoundError:
             return []
         names = [row["name"].rstrip("/").rpartition("/")[2] for row in rows if row["type"] == kind]
         return sorted(filter(None, names))
 
-    def _is_same(self, name: str, files: list[str], local: Path) -> bool:
-        """Whether the local folder has these files of the checkpoint."""
-        if not all((local / file).exists() for file in files):
-            return False
-        content: bytes = self._files.cat_file(f"{self._at(name)}/{COMPLETE}")
-        return content == (local / COMPLETE).read_bytes()
-
     def _remove(self, name: str) -> None:
         """Remove a checkpoint, whole or not."""
-        self._remove_file(f"{self._at(name)}/{COMPLETE}")
+        self._remove_file(self._at(name, COMPLETE))
         if self._files.exists(self._at(name)):
             self._files.rm(self._at(name), recursive=True)
 
@@ -166,11 +223,17 @@ class Bucket:
         try:
             yield
         except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the local disk is full
-                raise
+            if isinstance(error, OSError) and (
+                error.errno == errno.ENOSPC or error.filename == self.address
+            ):
+                raise  # the local disk is full, or an inner call has named the bucket
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise OSError(errno.EIO, reason, self._address) from error
+            raise OSError(errno.EIO, reason, self.address) from error
 
 
-def _all(root: Path) -> list[Path]:
-    return [*list_steps(root), *list_steps(root, set_aside=True)]
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether this disk has all shards of a checkpoint. Sizes are not compared."""
+    try:
+        return not folders.list_files(checkpoint).lacking
+    except BrokenCheckpoint:
+        return False

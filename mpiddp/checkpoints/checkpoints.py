@@ -11,22 +11,24 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from mpiddp.checkpoints.bucket import Bucket, is_address, local_path
+from mpiddp.checkpoints.bucket import Bucket, local_path
 from mpiddp.checkpoints.folder import list_steps
 from mpiddp.checkpoints.join_job import script_coordinator
+from mpiddp.checkpoints.place import is_address
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import resume
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.retention import Retention
 from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
 from mpiddp.checkpoints.save import agree, save
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
+from mpiddp.checkpoints.wishes import Wishes
 from mpiddp.errors import UserError, named_by
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
@@ -62,22 +64,22 @@ class Checkpoints:
         timeout_s: float = PATIENCE_S,
         keep_every: int | None = None,
         best: tuple[str, Literal["min", "max"]] | None = None,
-        not_finite: Literal["keep"] | Sequence[str] = (),
+        saves_nan: bool = False,
     ) -> None:
         """
         Args:
             folder: path of the run, or an address of object storage, such as "s3://bucket/runs/a".
-            keep: number of verified checkpoints to keep, besides the newest finite one and pinned ones.
+            keep: number of verified checkpoints to keep, besides pinned ones.
             every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: only
                 before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a silent rank, in a save or a resume.
             keep_every: a number of steps. Also keep the first checkpoint at or after each multiple of it.
-            best: ("val_loss", "min") or ("accuracy", "max"): also keep the finite checkpoint whose step has
+            best: ("val_loss", "min") or ("accuracy", "max"): also keep the checkpoint whose step has
                 the best value in `mpiddp.log_metrics`.
-            not_finite: metrics, such as ("train_loss",), that must be finite, as the tensors of modules and
-                optimizers must. "keep" treats all checkpoints as finite.
+            saves_nan: also save a module or an optimizer that has NaN or infinities. Such a save fails
+                otherwise, and the run resumes from the checkpoint before it.
         """
         if keep < 1:
             raise ValueError(f"keep: expected 1 or more, not {keep}")
@@ -87,28 +89,24 @@ class Checkpoints:
             raise ValueError(f"keep_every: expected 1 or more, not {keep_every}")
         if best is not None and best[1] not in ("min", "max"):
             raise ValueError(f'best: expected ("val_loss", "min") or (…, "max"), not {best!r}')
-        if isinstance(not_finite, str) and not_finite != "keep":
-            raise ValueError(
-                f'not_finite: expected "keep" or ({not_finite!r},), not {not_finite!r}'
-            )
         try:
             self._interval = None if every is None else parse_interval(str(every))
         except ValueError as error:
             raise ValueError(f"every: {error}") from None
         settings: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
         bucket = Bucket(str(folder)) if is_address(folder) else None
-        run_dir = RunDir(local_path(folder).absolute())  # the script may change the working folder
-        losses = () if not_finite == "keep" else not_finite
-        self._records = RunRecords(run_dir, best[0] if best else "", losses, settings)
+        path = local_path(folder) if bucket else Path(folder)
+        run_dir = RunDir(path.absolute())  # the script may change the working folder
+        self._records = RunRecords(run_dir, best[0] if best else "", settings)
         # The folder as the script names it, because its real path may differ between hosts.
         arguments: dict[str, Any] = {"folder": folder, "every": every, "timeout_s": timeout_s}
         arguments |= {"keep": keep, "keep_every": keep_every, "best": best}
-        arguments |= {"not_finite": not_finite, "on_save_error": on_save_error}
+        arguments |= {"saves_nan": saves_nan, "on_save_error": on_save_error}
         arguments |= {f"config[{name!r}]": value for name, value in settings.items()}
         self._options = RunOptions(
-            keep=Retention(keep, keep_every, best),
+            keep=Wishes(keep, keep_every, best),
             must_succeed=on_save_error == "stop",
-            is_guarded=not_finite != "keep",
+            is_guarded=not saves_nan,
             timeout_s=timeout_s,
             bucket=bucket,
             arguments={name: str(value) for name, value in arguments.items()},
@@ -138,33 +136,26 @@ class Checkpoints:
         """Whether this rank writes into the folder, once it is open: one rank of each file system does."""
         return self._run is not None and self._run.is_writer
 
-    def resume(
-        self, path: str | os.PathLike[str] | None = None, *, step: int | None = None
-    ) -> Resumed | None:
+    def resume(self) -> Resumed | None:
         """The newest verified checkpoint of any host, on all ranks; None if there is none yet.
 
-        A checkpoint that is not finite counts only if there is no other. The random number generators of
-        Python, numpy and torch are restored as well, so build the model before. Later checkpoints of this run
-        are set aside, and records of later steps dropped. Call it once, before the first `save`.
+        The random number generators of Python, numpy and torch are restored as well, so build the model
+        before. Records of later steps are dropped. Call it once, before the first `save`.
 
-        Args:
-            path: a checkpoint, or a folder of a run, to start from instead. One of another run is used until
-                this run has a checkpoint of its own. To one of this run, it goes back once, also if the same
-                command runs again.
-            step: with a checkpoint of another run: the step that it counts as here, such as 0 for a
-                fine-tuning. Its `config` may differ then.
+        To start from another run: `saved = checkpoints.resume() or mpiddp.load("runs/other")`. To go back in
+        this one: `mpiddp checkpoints rewind DIR STEP`. The next resume begins there, and sets later
+        checkpoints aside.
 
         Raises:
             UserError: no verified checkpoint there, or one of another script, program or config; another
-                run writes into the folder; the finite checkpoint is more than one interval older than the
-                newest one, and `path` does not name it. The arguments differ between the ranks. A restart
-                names another folder than the run before it, and this folder has no checkpoint.
+                run writes into the folder. The arguments differ between the ranks. A restart names another
+                folder than the run before it, and this folder has no checkpoint.
             JobFailed: a disk has failed.
         """
         if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
-        with self._opening(f"resume({path or ''}, step={step})") as run:
-            return resume(run, path, step)
+        with self._opening("resume()") as run:
+            return resume(run)
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
@@ -258,8 +249,11 @@ class Checkpoints:
             JobFailed: the last save has failed.
         """
         try:
-            if self._run is not None and not self._has_ended:
-                agree(self._run, None)
+            if (run := self._run) is not None and not self._has_ended:
+                agree(run, None)
+                if run.is_writer:  # the last scores
+                    with contextlib.suppress(OSError):
+                        run.wishes().write(self._records.dir.path)
         except BaseException as error:
             self._end(error)
             raise
@@ -278,6 +272,7 @@ class Checkpoints:
             facts = {"rank": run.rank, "host": socket.gethostname(), "outcome": outcome}
             self._records.note(event="ended", **facts, step=self._made, failure=failure)
         self._has_ended = True
+        run.wait()  # the thread that saves still writes and removes in the folder
         run.close()
 
     def _end_at_exit(self) -> None:
@@ -304,6 +299,7 @@ class Checkpoints:
             with run.writing_together():
                 if run.is_writer:
                     self._records.dir.metrics.touch()
+                    run.wishes().write(self._records.dir.path)
                 if session.runs[0] is self._records:
                     session.log_to(self._records.dir.logs)
         except BaseException:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints.boxes import with_layout
 from mpiddp.checkpoints.folder import ABOUT, SHARDS, SUFFIX, TREE, About
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.sharded_tensor import ShardedValue
@@ -24,20 +23,25 @@ from mpiddp.errors import JobFailed, UserError, cause_of
 _NUMPY_KIND = "MT19937"  # numpy's global generator, unless a script replaces it
 
 
-def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> Resumed:
-    """Read the files of a checkpoint, by their names, and restore the random numbers of `rank`, if any."""
+def read(
+    files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0, held: object = None
+) -> Resumed:
+    """Read the files of a checkpoint, by their names, and restore the random numbers of `rank`, if any.
+
+    The mapped tensors keep `held` alive.
+    """
     folder = next(iter(files.values())).parent
     try:
         about = About.read(files[ABOUT])
         saved = read_saved(files[TREE])
         tensors = [path for name, path in files.items() if name.endswith(SUFFIX)]
-        state = read_boxes(saved["state"], tensors)
+        state = read_boxes(saved["state"], tensors, held)
         ranks = saved["ranks"]
         of_rank = unpacked(ranks[rank].numpy().tobytes()) if 0 <= rank < len(ranks) else {}
         if of_rank:
             restore_rng_states(of_rank["rng"], local_rank)
         per_rank = of_rank.get("state", {})
-        return Resumed(about.step, state, per_rank, len(ranks), about.config, about, ranks)
+        return Resumed(about, state, per_rank, ranks)
     except (UserError, JobFailed):
         raise
     except MemoryError:
@@ -51,18 +55,16 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> R
         raise UserError(f"{folder} was not written by this version of mpiddp: {problem}.") from None
 
 
-def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
+def read_boxes(tree: Any, files: Iterable[Path], held: object = None) -> Any:
     """The tree with the tensors of these files, or a `ShardedValue` in the place of a sharded one.
 
     Raises UserError if a box is missing, and the errors of `read_tensors`.
     """
     parts: dict[str, list[tuple[Tensor, Any]]] = defaultdict(list)
-    layouts: dict[str, Sequence[int]] = {}
     for path in files:
-        tensors, notes = read_tensors(path)
+        tensors, notes = read_tensors(path, held)
         tensors |= {name: tensors[first] for name, first in notes["tied"].items()}
         stem = "" if path.name.startswith(SHARDS) else f"{path.name.removesuffix(SUFFIX)}/"
-        layouts |= {stem + name: layout for name, layout in notes["layouts"].items()}
         for name, tensor in tensors.items():
             parts[stem + name].append((tensor, notes["boxes"].get(name)))
 
@@ -71,9 +73,7 @@ def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
             return leaf
         if not parts.get(key_of(path)):
             raise UserError(f"{shown_path(path)} is in none of its files.")
-        value = _joined(path, parts[key_of(path)], leaf)
-        order = layouts.get(key_of(path))
-        return with_layout(value, order) if order and isinstance(value, Tensor) else value
+        return _joined(path, parts[key_of(path)], leaf)
 
     return mapped(tree, value_of)
 

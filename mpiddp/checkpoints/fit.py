@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,42 +25,57 @@ _FLAT = "param_groups."  # begins the keys of a flattened optimizer's state
 _MAX_NAMES = 4  # in a sentence
 
 
+class Loading(NamedTuple):
+    """What the objects of one load have in common.
+
+    Attributes:
+        modules: those among the objects.
+        partial: the paths in the state that only some ranks had.
+    """
+
+    modules: Sequence[Module]
+    strict: bool
+    partial: frozenset[Keys]
+
+    def is_partial(self, path: Keys) -> bool:
+        """Whether only some ranks had what the state has at this path."""
+        return any(path[:end] in self.partial for end in range(1, len(path) + 1))
+
+
 @dataclass
 class Fit:
     """An object, and the entry that it loads.
 
     Attributes:
+        path: of the entry in the state.
         entry: the part of the entry that the object loads, by the object's own names.
         likes: by the path of a tensor in the entry, the object's tensor that has the same place.
         module: the module of an optimizer whose state is by parameter names.
         unloaded: the tensors of other stages, which this object does not load.
     """
 
-    name: str
+    path: Keys
     entry: Any
     target: Any
-    strict: bool
-    has_stages: bool  # some ranks had tensors that others did not
+    loading: Loading
     likes: dict[Keys, Any] = field(default_factory=dict)
     module: Module | None = None
-    unloaded: set[str] | None = None
+    unloaded: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(
-        cls, name: str, entry: Any, target: Any, modules: Sequence[Module], **options: bool
-    ) -> Iterator[Fit]:
+    def of(cls, path: Keys, entry: Any, target: Any, loading: Loading) -> Iterator[Fit]:
         """A fit for the object, or for each object in a dict. Raises UserError if an entry does not fit."""
         if type(target) is dict:
             for key, part in target.items():
                 if not isinstance(entry, Mapping) or key not in entry:
                     raise UserError(f"it has no {key!r}")
-                yield from cls.of(f"{name}[{key!r}]", entry[key], part, modules, **options)
+                yield from cls.of((*path, key), entry[key], part, loading)
             return
-        fit = cls(name, entry, target, options["strict"], options["has_stages"])
+        fit = cls(path, entry, target, loading)
         if isinstance(target, Module):
             fit._match_module()
         elif isinstance(target, Optimizer):
-            fit._match_optimizer(modules)
+            fit._match_optimizer()
         elif callable(getattr(target, "state_dict", None)):
             fit.likes = _tensors_in(target.state_dict())
         if not isinstance(target, Module):
@@ -69,6 +84,10 @@ class Fit:
                     fit._check_place(path)
         yield fit
 
+    @property
+    def name(self) -> str:
+        return shown_path(self.path[1:], self.path[0])
+
     def load(self, types: Mapping[int, torch.dtype]) -> None:
         """Load the entry. Not a collective, unless the object's own `load_state_dict` is one.
 
@@ -76,7 +95,7 @@ class Fit:
         """
         if isinstance(self.target, Module):
             state = placed(self.entry, self.likes)
-            self.target.load_state_dict(state, strict=self.strict)
+            self.target.load_state_dict(state, strict=self.loading.strict)
             return
         is_optimizer = isinstance(self.target, Optimizer)
         state = placed(self.entry, self.likes, owns=True, is_optimizer=is_optimizer)
@@ -118,18 +137,20 @@ class Fit:
         bare = {_bare(name): name for name in tensors}
         renamed = {bare.get(_bare(name), name): value for name, value in self.entry.items()}
         entry = renamed if len(renamed) == len(self.entry) else dict(self.entry)
-        if self.has_stages:
-            self.unloaded = {str(name) for name in entry if name not in tensors}
-            entry = {name: value for name, value in entry.items() if name in tensors}
-        if not self.strict:
+        # The tensors of other stages have kept their names.
+        is_partial = self.loading.is_partial
+        rest = {n for n in entry if n not in tensors and is_partial((*self.path, n))}
+        self.unloaded = set(map(str, rest))
+        entry = {name: value for name, value in entry.items() if name not in rest}
+        if not self.loading.strict:
             entry = self._leave_out(tensors, entry)
         # If a module loads its tensors by code of its own, this code decides what fits.
         loads_itself = tuple(_prefixes_of_own_loads(self.target))
         for problem, names, others in (("has no", tensors, entry), ("also has", entry, tensors)):
-            rest = [str(name) for name in names if name not in others]
-            rest = [name for name in rest if not name.startswith(loads_itself)]
-            if rest and self.strict:
-                raise UserError(f"it {problem} {listed(rest, _MAX_NAMES)}")
+            missing = [str(name) for name in names if name not in others]
+            missing = [name for name in missing if not name.startswith(loads_itself)]
+            if missing and self.loading.strict:
+                raise UserError(f"it {problem} {listed(missing, _MAX_NAMES)}")
         self.entry = as_kind_of(self.entry, entry)
         self.likes = {(name,): value for name, value in tensors.items()}
         for name, value in tensors.items():
@@ -156,7 +177,7 @@ class Fit:
             log.info(f"{self.name}: not loaded: {listed(rest, _MAX_NAMES)}")
         return fits
 
-    def _match_optimizer(self, modules: Sequence[Module]) -> None:
+    def _match_optimizer(self) -> None:
         groups = self.target.param_groups
         params = [parameter for group in groups for parameter in group["params"]]
         if not isinstance(self.entry, Mapping):
@@ -166,7 +187,7 @@ class Fit:
         if _is_flat(self.entry):
             names = {_name_in(key) for key in self.entry}
         if names:
-            self._match_names(names, {id(parameter) for parameter in params}, modules)
+            self._match_names(names, {id(parameter) for parameter in params})
             return
         now, before = ({*rows[0]} - {"initial_lr"} if rows else set() for rows in (groups, saved))
         if now - before and before - now:
@@ -179,9 +200,9 @@ class Fit:
         with contextlib.suppress(RuntimeError):
             self.likes |= _tensors_in(self.target.state_dict())
 
-    def _match_names(self, saved: set[str], trained: set[int], modules: Sequence[Module]) -> None:
+    def _match_names(self, saved: set[str], trained: set[int]) -> None:
         """Find the module whose parameters have these names. `trained`: the ids of the optimizer's."""
-        for module in modules:
+        for module in self.loading.modules:
             parameters = {_bare(name): parameter for name, parameter in module.named_parameters()}
             if trained <= {id(parameter) for parameter in parameters.values()}:
                 break
@@ -194,9 +215,11 @@ class Fit:
         self.likes = {("state", name): parameter for name, parameter in names.items()}
         if missing := names.keys() - saved:
             raise UserError(f"it has no state of {listed(sorted(missing), _MAX_NAMES)}")
-        if self.has_stages and _is_flat(self.entry):
-            self.unloaded = saved - names.keys()
-            self.entry = {key: value for key, value in self.entry.items() if _name_in(key) in names}
+        if _is_flat(self.entry):
+            partial = (key for key in self.entry if self.loading.is_partial((*self.path, key)))
+            self.unloaded = {_name_in(key) for key in partial}.difference(names)
+            rows = self.entry.items()
+            self.entry = {key: value for key, value in rows if _name_in(key) not in self.unloaded}
 
     def _check_place(self, path: Keys) -> None:
         """Refuse a sharded tensor if the object has no tensor that tells how to place it."""

@@ -19,16 +19,19 @@ checkpoint. The manifest is there because torch.load does not detect a flipped b
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from mpiddp.errors import JobFailed, UserError, cause_of
@@ -44,7 +47,8 @@ SUFFIX = ".safetensors"
 SHARDS = "shard_"  # begins the names of the files of shards, and no key of a state
 _MAX_BYTES = 1 << 30  # a file of JSON is never larger
 _OLD = ".old"  # ends the name of a checkpoint that is set aside
-_NAME = re.compile(rf"step_([0-9]{{8,18}})({re.escape(_OLD)})?")
+_NAME = re.compile(rf"step_([0-9]{{8,18}})({re.escape(_OLD)}[0-9]*)?")
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without locks raises these
 _HIDDEN = ".unfinished-"
 
 
@@ -69,20 +73,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class About:
-    """The contents of about.json.
+    """The facts of a checkpoint, as about.json has them. A new fact is a line here, with a default.
 
     Attributes:
         step, config: of the run when it saved the checkpoint.
-        previous: the step of the checkpoint before it; -1 for the first one of a run.
-        has_stages: some ranks had tensors that others did not, as of a pipeline's stage.
-        not_finite: why training cannot go on from it; "" if it can.
+        partial: the paths in the state that only some ranks had, as those of a pipeline's stage.
     """
 
     step: int
     config: Mapping[str, Any]
-    previous: int = -1
-    has_stages: bool = False
-    not_finite: str = ""
+    partial: Sequence[Sequence[Any]] = ()
 
     def write(self, new: Path) -> None:
         (new / ABOUT).write_text(json.dumps(vars(self), indent=1), encoding="utf-8")
@@ -92,14 +92,6 @@ class About:
         """Raises OSError; ValueError, TypeError or RecursionError for contents of another program."""
         table = json.loads(read_limited(path, _MAX_BYTES))
         return cls(**{name: table[name] for name in cls.__match_args__ if name in table})
-
-    @classmethod
-    def of(cls, folder: Path) -> About:
-        """That of a checkpoint. A broken checkpoint has none, and counts as finite."""
-        try:
-            return cls.read(folder / ABOUT)
-        except (OSError, ValueError, TypeError, RecursionError):
-            return cls(-1, {})
 
 
 @dataclass(frozen=True)
@@ -141,18 +133,25 @@ def name_of_step(step: int) -> str:
 
 def is_set_aside(folder: Path) -> bool:
     """Whether the run has gone back to an earlier step, so that it does not resume from this one."""
-    return folder.name.endswith(_OLD)
+    return _OLD in folder.name
+
+
+def aside_names(name: str) -> Iterator[str]:
+    """The names that a checkpoint may get when it is set aside: .old, .old2, .old3, …"""
+    return (f"{name}{_OLD}{number if number > 1 else ''}" for number in itertools.count(1))
+
+
+def steps_among(folders: Iterable[Path], *, set_aside: bool = False) -> list[Path]:
+    """Those that are named as a checkpoint, oldest first; with `set_aside`, as one that is set aside."""
+    named = (f for f in folders if _NAME.fullmatch(f.name) and is_set_aside(f) == set_aside)
+    return sorted(named, key=lambda f: (step_of(f), len(f.name), f.name))
 
 
 def list_steps(root: Path, *, set_aside: bool = False) -> list[Path]:
-    """The checkpoint folders in `root`, oldest first, broken or not. Empty if `root` is missing.
-
-    `set_aside`: those that a run has set aside, in the place of the others.
-    """
+    """The checkpoint folders in `root`, see `steps_among`, broken or not. Empty if `root` is missing."""
     if not root.is_dir():
         return []
-    folders = (f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir())
-    return sorted((f for f in folders if is_set_aside(f) == set_aside), key=step_of)
+    return [f for f in steps_among(root.iterdir(), set_aside=set_aside) if f.is_dir()]
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -210,16 +209,23 @@ class NewFolder:
         (self.path / COMPLETE).write_text(hashlib.sha256(text).hexdigest(), encoding="utf-8")
 
     def publish(self) -> None:
-        """Flush all files to the disk, and rename the folder, in the place of one of that name."""
+        """Flush all files to the disk, and rename the folder. One of that name stays until then."""
         for file in (*self.path.iterdir(), self.path):
             flush(file)
-        if self.final.exists():
-            remove(self.final)
+        before = set_aside(self.final) if self.final.exists() else None
         self.path.rename(self.final)
         flush(self.final.parent)
+        if before:
+            remove(before)
 
     def discard(self) -> None:
         remove_hidden(self.path)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a checkpoint, so that it no longer counts. Returns its new path."""
+    names = map(folder.parent.joinpath, aside_names(folder.name))
+    return folder.rename(next(path for path in names if not path.exists()))
 
 
 def hide(folder: Path) -> Path:
@@ -288,6 +294,36 @@ def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
     except BrokenCheckpoint:
         return False
     return True
+
+
+def hold(folder: Path) -> BinaryIO:
+    """Keep runs from removing the checkpoint until the file is closed.
+
+    Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
+    """
+    try:
+        with reading(folder, COMPLETE):
+            file = (folder / COMPLETE).open("rb")
+    except BrokenCheckpoint:
+        folder.stat()
+        raise
+    try:
+        lock(file, fcntl.LOCK_SH)
+        if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def lock(file: BinaryIO, kind: int) -> None:
+    """Lock it, if its file system has locks. Raises BlockingIOError if another process has the lock."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def list_files(folder: Path) -> Listing:

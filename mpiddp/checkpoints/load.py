@@ -1,77 +1,78 @@
-"""Checkpoints outside of a run: read beside it, read from files of safetensors, and exported."""
+"""Checkpoints outside of a run: read beside it, or from files of safetensors."""
 
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.boxes import write_whole
-from mpiddp.checkpoints.bucket import local_path, pull
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.fit import placed
-from mpiddp.checkpoints.folder import SUFFIX, About, BrokenCheckpoint
+from mpiddp.checkpoints.folder import SUFFIX, About, BrokenCheckpoint, hold, step_of
+from mpiddp.checkpoints.place import Place, is_address
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.retention import hold
 from mpiddp.checkpoints.tensor_files import DAMAGE, read_tensors
 from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
 _MAX_RELISTS = 1000  # a run may remove checkpoints faster than this process can open one
 
 
-def load(path: str | os.PathLike[str]) -> Resumed:
+def load(path: str | os.PathLike[str], *, best: bool = False) -> Resumed:
     """Read a checkpoint in any process, beside the run that writes there, for example to evaluate it.
 
         saved = mpiddp.load("runs/a")
         saved.load_into(model=model)
 
-    Every byte is verified. The run keeps the checkpoint as long as the returned value lives. The call
-    changes nothing, needs no other rank, and restores no random numbers.
+    Every byte is verified. The run keeps the checkpoint as long as the returned value or one of its tensors
+    lives. The call changes nothing, needs no other rank, and restores no random numbers.
 
     Args:
-        path: the folder of a run, or its address in object storage, of which the newest finite checkpoint is
-            read; a checkpoint; a .safetensors file, or a folder of them, each of which becomes an entry.
+        path: the folder of a run, or its address in object storage, of which the newest checkpoint is read; a
+            checkpoint; a .safetensors file, or a folder of them, each of which becomes an entry.
+        best: of a run, read the best checkpoint, by `best` of its `Checkpoints`.
 
     Returns:
         The checkpoint, with `per_rank` empty; of another program, with step 0.
 
     Raises:
-        UserError: no verified checkpoint there.
+        UserError: no verified checkpoint there; `best`, and none has a score.
         JobFailed: a disk has failed, or memory is short.
     """
-    with named_by(""):
-        pull(path)
-    root = local_path(path)
-    if (state := _read_safetensors(root)) is not None:
-        return Resumed(0, state)
+    is_local = not is_address(path)
+    if is_local and (state := _read_safetensors(Path(path))) is not None:
+        return Resumed(About(0, {}), state)
     for _ in range(_MAX_RELISTS):
+        with named_by(""):
+            place = Place.at(path)
+            checkpoints = place.checkpoints
+            if best:
+                steps = [step_of(folder) for folder in checkpoints]
+                if (step := place.wishes().best_step(steps)) is None:
+                    raise UserError(f"{path}: no checkpoint has a score: Checkpoints needs best=….")
+                checkpoints = [checkpoints[steps.index(step)]]
         problems = []
-        checkpoints = folders.checkpoints_at(root)
-        checkpoints.sort(key=lambda folder: not About.of(folder).not_finite)
-        for folder in reversed(checkpoints):  # the newest finite one first
+        for folder in reversed(checkpoints):  # the newest one first
             try:
+                with named_by(""):
+                    place.fetch(folder)
                 held = hold(folder)
                 listing = folders.verify(folder)
                 if listing.lacking:
                     raise BrokenCheckpoint(folder, f"{listing.lacking[0]} is on another host")
-                saved = read({name: folder / name for name in listing.here})
+                saved = read({name: folder / name for name in listing.here}, held=held)
             except (BrokenCheckpoint, UserError) as error:
                 problems.append(error)
                 continue
             except (FileNotFoundError, BlockingIOError):  # the run removes it just now
                 break
-            weakref.finalize(saved, held.close)
+            weakref.finalize(saved, id, held)
             return saved
         else:
             first = problems[0]
             kind = JobFailed if getattr(first, "is_failure", False) else UserError
             raise kind(f"{first}".rstrip(".") + ".")
-    raise JobFailed(f"{root}: its run removes each checkpoint before it can be opened.")
+    raise JobFailed(f"{path}: its run removes each checkpoint before it can be opened.")
 
 
 def _read_safetensors(path: Path) -> dict[str, Any] | None:
@@ -85,40 +86,3 @@ def _read_safetensors(path: Path) -> dict[str, Any] | None:
         raise cause_of(error)(f"{error.filename or path}: {error.strerror or error}.") from None
     except DAMAGE as error:
         raise UserError(f"{path} is damaged, or no file of safetensors: {error}.") from None
-
-
-def export(path: str, out: Path, to: str) -> Resumed:
-    """Write a checkpoint to the new folder `out`, with every tensor in one piece. Returns the checkpoint.
-
-    "torch" writes a file of torch.save for each entry: `torch.load("out/model.pt")` is a plain state_dict.
-    "dcp" writes one for torch.distributed.checkpoint, and "safetensors" one from which a run resumes. Raises
-    UserError or JobFailed.
-    """
-    if out.exists():
-        raise UserError(f"{out} exists already. Name a new folder.")
-    saved = load(path)
-    state = placed(saved.state, {})
-    new = folders.NewFolder(out.absolute())
-    try:
-        new.path.mkdir(parents=True)
-        if to == "dcp":
-            import torch.distributed.checkpoint as dcp
-
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # DCP warns that this is one process
-                dcp.save(state, checkpoint_id=new.path, no_dist=True)
-        elif to == "torch":
-            for key, entry in state.items():
-                torch.save(entry, new.path / f"{folders.stem_of(key)}.pt")
-        else:
-            tree = write_whole(state, new.path)
-            torch.save({"state": tree, "ranks": saved._ranks}, new.path / folders.TREE)
-            saved._about.write(new.path)
-            new.seal({})
-        new.publish()
-    except BaseException as error:
-        new.discard()
-        if isinstance(error, OSError):
-            raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
-        raise
-    return saved

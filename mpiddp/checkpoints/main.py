@@ -1,12 +1,14 @@
-"""`mpiddp checkpoints`: list, verify, pin, prune and export the checkpoints of a run.
+"""`mpiddp checkpoints`: list, verify, pin, rewind, prune and export the checkpoints of a run.
 
     mpiddp checkpoints list runs/a
     mpiddp checkpoints verify runs/a/checkpoints/step_00001000
     mpiddp checkpoints pin runs/a 1000                       # no run removes it
+    mpiddp checkpoints rewind runs/a 1000                    # the next resume begins there
     mpiddp checkpoints prune runs/a --keep 2
     mpiddp checkpoints export runs/a whole                   # or --to dcp, --to safetensors
 
-DIR is a run's folder, a folder of checkpoints, or one checkpoint. Only `export` needs torch.
+DIR is a run's folder, a folder of checkpoints, one checkpoint, or an address of these in object storage. Only
+`export` needs torch.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.bucket import is_address, local_path, pull
-from mpiddp.checkpoints.folder import BrokenCheckpoint
-from mpiddp.checkpoints.retention import PINNED, Retention, hold, prune
+from mpiddp.checkpoints.folder import BrokenCheckpoint, hold, step_of
+from mpiddp.checkpoints.place import Place
+from mpiddp.checkpoints.retention import prune
+from mpiddp.checkpoints.wishes import PINS, REWIND
 from mpiddp.errors import UserError, named_by, print_error
 from mpiddp.text import listed, size_text
 
@@ -32,47 +36,63 @@ def main(argv: list[str]) -> int:
     """Run `mpiddp checkpoints ARGV`. The exit code is 1 if `verify` finds a broken checkpoint, else 0."""
     options = _parse(argv)
     with named_by(""):
-        if options.verb in ("prune", "pin") and is_address(options.dir):
-            raise UserError(f"{options.dir}: {options.verb} expects a local folder.")
-        pull(options.dir)
-        if options.verb == "prune":
-            return _prune(Path(options.dir), options.keep)
-        if options.verb == "pin":
-            return _pin(Path(options.dir), options.step)
         if options.verb == "export":
             return _export(options.dir, Path(options.out), options.to)
-        checkpoints = folders.checkpoints_at(local_path(options.dir))
+        place = Place.at(options.dir)
+        if options.verb == "prune":
+            return _prune(options.dir, place, options.keep)
+        if options.verb in ("pin", "rewind"):
+            return _mark(options.dir, place, options.verb, options.step)
         if options.verb == "list":
-            checkpoints += folders.list_steps(checkpoints[0].parent, set_aside=True)
-            for folder in _held(list(dict.fromkeys(checkpoints))):
-                print(_line(folder))
-            return 0
-        return max(map(_verify, _held(checkpoints)), default=0)
+            return _list(place)
+        codes = []
+        for folder in place.checkpoints:
+            place.fetch(folder)
+            codes += [_verify(folder) for _ in _held(folder)]
+        return max(codes, default=0)
 
 
-def _held(checkpoints: list[Path]) -> Iterator[Path]:
-    """Each checkpoint, held so that a live run does not remove it. One that is being removed is left out."""
-    for folder in checkpoints:
-        with contextlib.ExitStack() as opened:
-            try:
-                opened.enter_context(hold(folder))
-            except (FileNotFoundError, BlockingIOError):
-                continue
-            except BrokenCheckpoint:  # the caller says why
-                pass
-            yield folder
+def _held(folder: Path) -> Iterator[None]:
+    """Once, while a live run does not remove the checkpoint; never if the run removes it just now."""
+    with contextlib.ExitStack() as opened:
+        try:
+            opened.enter_context(hold(folder))
+        except (FileNotFoundError, BlockingIOError):
+            return
+        except BrokenCheckpoint:  # the caller says why
+            pass
+        yield
 
 
-def _line(folder: Path) -> str:
-    """Name, size, time and state. The state compares sizes only."""
-    files = [path.lstat() for path in folder.iterdir()]
-    size = size_text(sum(file.st_size for file in files))
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
-    state = "intact" if folders.is_verified(folder, with_hashes=False) else "broken"
-    pinned = "  pinned" if (folder / PINNED).exists() else ""
-    finite = "  not finite" if folders.About.of(folder).not_finite else ""
-    aside = "  set aside" if folders.is_set_aside(folder) else ""
-    return f"{folder.name}  {size:>13}  {written}  {state}{finite}{pinned}{aside}"
+def _list(place: Place) -> int:
+    """Print name, size, time and state of each checkpoint, and what the wishes of its run say of it."""
+    wishes = place.wishes()
+    best = wishes.best_step([step_of(folder) for folder in place.checkpoints])
+    for folder in (*place.checkpoints, *place.aside):
+        is_aside, step = folders.is_set_aside(folder), step_of(folder)
+        marks = {
+            "best": step == best and not is_aside,
+            "pinned": step in wishes.pins,
+            "set aside": is_aside,
+        }
+        words = [word for word, is_true in marks.items() if is_true]
+        for size, written, state in _facts(place, folder):
+            line = "  ".join((folder.name, f"{size_text(size):>13}", written, state, *words))
+            print(line)
+    return 0
+
+
+def _facts(place: Place, folder: Path) -> Iterator[tuple[int, str, str]]:
+    """Size, time and state of a checkpoint. On a disk, the state compares sizes only."""
+    if bucket := place.bucket:
+        state = "whole" if bucket.is_whole(folder.name) else "incomplete"
+        yield bucket.size_of(folder.name), "", state
+        return
+    for _ in _held(folder):
+        size = sum(path.lstat().st_size for path in folder.iterdir())
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+        state = "intact" if folders.is_verified(folder, with_hashes=False) else "broken"
+        yield size, written, state
 
 
 def _verify(folder: Path) -> int:
@@ -86,31 +106,40 @@ def _verify(folder: Path) -> int:
     return 0
 
 
-def _prune(path: Path, keep: int) -> int:
-    checkpoints = folders.checkpoints_at(path)
-    if checkpoints == [path.resolve()]:
+def _prune(path: str, place: Place, keep: int | None) -> int:
+    """Remove what the run would remove, with another number of newest checkpoints if the user names one."""
+    if place.bucket:
+        raise UserError(f"{path}: prune expects a local folder: the run prunes its bucket.")
+    if place.checkpoints == [Path(path).resolve()]:
         raise UserError(
             f"{path} is one checkpoint. Expected a run's folder or a folder of checkpoints."
         )
-    for folder in prune(checkpoints[0].parent, Retention(keep), is_good=folders.is_verified):
+    wishes = place.wishes()
+    if keep is not None:
+        wishes = replace(wishes, keep=keep)
+    root = place.checkpoints[0].parent
+    for folder in prune(root, wishes, is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
 
-def _pin(path: Path, step: int) -> int:
-    """Keep a checkpoint from being removed, until the user removes the file."""
-    names = {folder.name: folder for folder in folders.checkpoints_at(path)}
+def _mark(path: str, place: Place, verb: str, step: int) -> int:
+    """Pin a checkpoint until the user removes the file, or let the next resume of the run begin there."""
+    names = [folder.name for folder in place.checkpoints]
     name = folders.name_of_step(step)
     if name not in names:
-        raise UserError(f"{path} has no {name}. It has: {listed(list(names))}.")
-    pin = names[name] / PINNED
-    pin.touch()
-    print(f"checkpoint {name}: pinned. To unpin it, remove {pin}")
+        raise UserError(f"{path} has no {name}. It has: {listed(names)}.")
+    file, content = (f"{PINS}/{name}", "") if verb == "pin" else (REWIND, f"{step}\n")
+    where = place.write(file, content)
+    done = f"pinned. To unpin it, remove {where}"
+    print(
+        f"checkpoint {name}: {done if verb == 'pin' else 'the next resume begins here, on all hosts'}"
+    )
     return 0
 
 
 def _export(path: str, out: Path, to: str) -> int:
-    from mpiddp.checkpoints.load import export  # needs torch
+    from mpiddp.checkpoints.export import export  # needs torch
 
     for ending in (signal.SIGTERM, signal.SIGHUP):  # a part of the export must not remain
         if signal.getsignal(ending) is signal.SIG_DFL:  # not under nohup
@@ -124,7 +153,7 @@ def _export(path: str, out: Path, to: str) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp checkpoints",
-        description="List, verify, pin, prune and export checkpoints.",
+        description="List, verify, pin, rewind, prune and export checkpoints.",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
@@ -133,16 +162,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         ("list", "Print name, size, time and state of each checkpoint"),
         ("verify", "Verify every file against its SHA-256; exit code 1 if one is broken"),
         ("pin", "Keep a checkpoint from being removed"),
-        ("prune", "Remove checkpoints older than the newest verified ones"),
+        ("rewind", "Let the next resume of the run begin at a step, once"),
+        ("prune", "Remove the checkpoints that the run would not keep"),
         ("export", "Write a checkpoint with every tensor in one piece, for other programs"),
     ):
         added[name] = verbs.add_parser(
             name, help=purpose, description=f"{purpose}.", allow_abbrev=False
         )
         added[name].add_argument("dir", metavar="DIR")
-    keep = "number of verified checkpoints to keep (default: 2)"
-    added["prune"].add_argument("--keep", type=whole(1), default=2, metavar="N", help=keep)
-    added["pin"].add_argument("step", type=whole(0), metavar="STEP", help="its step")
+    keep = "number of verified checkpoints to keep (default: as the run does)"
+    added["prune"].add_argument("--keep", type=whole(1), metavar="N", help=keep)
+    for name in ("pin", "rewind"):
+        added[name].add_argument("step", type=whole(0), metavar="STEP", help="its step")
     added["export"].add_argument("out", metavar="OUT", help="a new folder for the checkpoint")
     formats = "torch (files for torch.load, the default), dcp (torch.distributed.checkpoint) or safetensors"
     choices = ("torch", "dcp", "safetensors")

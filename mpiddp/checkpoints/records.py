@@ -13,10 +13,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpiddp.checkpoints.wishes import METRICS, is_score, records_in, scores_in
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
@@ -35,7 +36,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / METRICS
         self.attempts = path / "attempts.jsonl"  # how each start of the run began and ended
         self.owner = path / "owner.json"
         self.logs = path / "logs"
@@ -52,24 +53,20 @@ class RunRecords:
 
     Attributes:
         scores: by step, the values of the metric by which the best checkpoint is kept.
+        has_recorded: the script calls `mpiddp.log_metrics` on this rank, whether it writes or not.
     """
 
     def __init__(
         self,
         run: RunDir,
         metric: str = "",
-        losses: Collection[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`losses`: the names of the metrics that have to be finite."""
-        self.dir, self._metric, self._losses = run, metric, losses
+        self.dir, self._metric = run, metric
         self.config = config or {}
         self.scores: dict[int, float] = {}
-        # A sentence for each loss whose latest value is not finite.
-        self._not_finite: dict[str, str] = {}
         self._is_writer: bool | None = None  # None until the run has started
-        self._is_warned = False
-        self.is_closed = False
+        self._is_warned = self.is_closed = self.has_recorded = False
 
     def start(self, step: int, *, is_writer: bool) -> None:
         """Take records from now on, and drop those of later steps, which the run repeats."""
@@ -81,28 +78,18 @@ class RunRecords:
             kept = [line for line in lines if _step_of(line) <= step]
             if kept != lines:
                 replace_file(path, b"".join(kept))
+            self.scores |= scores_in(path, self._metric) if self._metric else {}
         except OSError as error:
             self._warn(error)
-            return
-        for record in map(json.loads, kept if self._metric else ()):
-            self._note_score(int(record["step"]), record)
-
-    @property
-    def not_finite(self) -> str:
-        """Why the latest loss is not finite; "" if it is."""
-        return next(iter(self._not_finite.values()), "")
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
+        self.has_recorded = True
         if not self._is_writer:
             return
-        numbers = {name: number_of(value) for name, value in values.items()}
-        for name, value in numbers.items():
-            self._not_finite.pop(name, None)
-            is_loss = name in self._losses and isinstance(value, float)
-            if is_loss and not math.isfinite(value):
-                self._not_finite[name] = f"{name} of step {step} is {value}"
-        record = {"step": step, **{name: _plain(name, value) for name, value in numbers.items()}}
-        self._note_score(step, record)
+        plain = {name: _plain(name, number_of(value)) for name, value in values.items()}
+        record = {"step": step, **plain}
+        if is_score(score := record.get(self._metric, "")):
+            self.scores[step] = score
         try:
             _append(self.dir.metrics, record)
             self._is_warned = False
@@ -113,10 +100,6 @@ class RunRecords:
     def has_started(self) -> bool:
         return self._is_writer is not None
 
-    def _note_score(self, step: int, record: Mapping[str, Any]) -> None:
-        if isinstance(score := record.get(self._metric), (int, float)):
-            self.scores[step] = score
-
     def note(self, **facts: Any) -> None:
         """Append a line to attempts.jsonl."""
         with contextlib.suppress(OSError):
@@ -124,19 +107,9 @@ class RunRecords:
 
     def began_at(self) -> float:
         """When the run began, in seconds since 1970: the time of its first note."""
-        return next((record["at"] for record in self._notes()), time.time())
-
-    def went_back_to(self) -> str:
-        """The name of the checkpoint to which the run has gone back last, "" if it never has."""
-        names = [record["to"] for record in self._notes() if record.get("event") == "went back"]
-        return names[-1] if names else ""
-
-    def _notes(self) -> Iterator[dict[str, Any]]:
-        """The lines of attempts.jsonl. A line that a full disk has cut is left out."""
         with contextlib.suppress(OSError):
-            for line in self.dir.attempts.read_bytes().splitlines():
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line)
+            return next((record["at"] for record in records_in(self.dir.attempts)), time.time())
+        return time.time()
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:

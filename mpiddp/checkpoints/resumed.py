@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from mpiddp.checkpoints.fit import Fit
+from mpiddp.checkpoints.fit import Fit, Loading
 from mpiddp.checkpoints.folder import About
 from mpiddp.errors import JobFailed, UserError
 
@@ -24,23 +24,33 @@ class Resumed:
     are there until the first save of the run.
 
     Attributes:
-        step: the step after which it was saved.
+        about: its facts, such as `about.step` and `about.config`.
         state: what all ranks have in common, as it was given to `Checkpoints.save`.
         per_rank: the state of this rank alone; {} if the job that saved it had no such rank.
-        world_size: number of ranks of the job that saved it.
-        config: that of the `Checkpoints` that saved it.
     """
 
-    step: int
+    about: About
     state: dict[str, Any]
     per_rank: dict[str, Any] = field(default_factory=dict)
-    world_size: int = 1
-    config: Mapping[str, Any] = field(default_factory=dict)
-    _about: About = field(default=About(0, {}), repr=False)
     # The state that each rank has saved for itself.
     _ranks: list[Any] = field(default_factory=list, repr=False)
-    # If the checkpoint has stages: by entry, the tensors that this rank has not loaded.
+    # By entry, the tensors of other stages, which this rank has not loaded.
     _unloaded: dict[str, set[str]] = field(default_factory=dict, repr=False)
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.about.step
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """That of the `Checkpoints` that saved it."""
+        return self.about.config
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job that saved it."""
+        return max(len(self._ranks), 1)
 
     def load_into(self, *, strict: bool = True, **objects: Any) -> None:
         """Call `load_state_dict` of each object with the entry of the same name.
@@ -71,13 +81,11 @@ class Resumed:
                     f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}."
                 )
         modules = [target for target in objects.values() if isinstance(target, Module)]
+        loading = Loading(modules, strict, frozenset(map(tuple, self.about.partial)))
         name, fits = "", list[Fit]()
         try:
             for name, target in objects.items():
-                has_stages = self._about.has_stages
-                fits += Fit.of(
-                    name, self.state[name], target, modules, strict=strict, has_stages=has_stages
-                )
+                fits += Fit.of((name,), self.state[name], target, loading)
             types = {
                 id(parameter): fit.entry[name].dtype
                 for fit in fits
@@ -88,8 +96,7 @@ class Resumed:
             for fit in fits:
                 name = fit.name
                 fit.load(types)
-                if fit.unloaded is not None:
-                    self._unloaded[name] = self._unloaded.get(name, fit.unloaded) & fit.unloaded
+                self._unloaded[name] = self._unloaded.get(name, fit.unloaded) & fit.unloaded
         except JobFailed:
             raise
         except Exception as error:  # whatever a load_state_dict raises

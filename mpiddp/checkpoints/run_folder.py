@@ -16,15 +16,16 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.bucket import Bucket
+from mpiddp.checkpoints.folder import NO_LOCKS
 from mpiddp.checkpoints.records import RunDir, RunRecords
-from mpiddp.checkpoints.retention import NO_LOCKS, Retention
+from mpiddp.checkpoints.wishes import Wishes, pinned_in
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.files import WRITE_LOCK
 from mpiddp.protocol.variables import RUN_DIR, is_restart
@@ -101,13 +102,13 @@ class RunOptions:
 
     Attributes:
         must_succeed: a failed save ends the run. Otherwise it causes a warning.
-        is_guarded: a checkpoint that is not finite counts only if there is no other.
+        is_guarded: a state that is not finite is not saved.
         timeout_s: seconds to wait for a silent rank.
         bucket: the object storage that has a copy of the folder.
         arguments: by name, all that has to be the same on all ranks.
     """
 
-    keep: Retention
+    keep: Wishes
     must_succeed: bool
     is_guarded: bool
     timeout_s: float
@@ -126,12 +127,14 @@ class Run:
         nodes: the node of each rank: [world_size].
         first: the step from which the run starts.
         step: the newest step on the disk, or the one from which the run resumes; -1 if there is none.
+        pins: the steps of the checkpoints that are pinned on any host, as far as this rank knows.
         unloaded: by entry, the tensors of the resumed checkpoint that this rank has not loaded.
         num_saves: the number of saves that this process has begun.
-        pending: the step of the save in flight, and the reason for which it fails, or "".
-        is_warned: the user knows that the newest checkpoint is not finite.
+        pending: the step of the save in flight; whether it is on the disk at its end, and what has failed.
         ring: all ranks, for copies of shards.
+        to_writers: the ranks that write, if there are several.
         held: locks on the resumed checkpoint, until the first save.
+        received: the folder of what this host has received of it, until then.
     """
 
     def __init__(
@@ -144,11 +147,14 @@ class Run:
         assert coordinator.world.local_rank is not None, "the ranks have joined"
         self.local_rank = coordinator.world.local_rank
         self.group = self._new_group()
-        self.first, self.step, self.num_saves, self.is_warned = 0, -1, 0, False
+        self.first, self.step, self.num_saves = 0, -1, 0
         self.unloaded: Mapping[str, set[str]] = {}
-        self.pending: tuple[int, Future[str]] | None = None
+        self.pending: tuple[int, Future[tuple[bool, str]]] | None = None
         self.ring: dist.ProcessGroup | None = None
+        self.to_writers: dist.ProcessGroup | None = None
         self.held: list[BinaryIO] = []
+        self.received: Path | None = None
+        self.pins = set[int]()
         self.prefix = coordinator.unique_prefix("saves")  # begins the keys of its exchanges
         self._verified: dict[Path, bool] = {}  # by checkpoint, whether its hashes are right
         self._lock: RunLock | None = None  # on the ranks that write
@@ -171,8 +177,6 @@ class Run:
                     self._lock = RunLock(run_dir)
                     folder.remove_leftovers(run_dir.checkpoints)
                     folder.probe_rename(run_dir.checkpoints)
-                    if options.bucket:
-                        options.bucket.pull(run_dir.path)
         except BaseException:
             self.close(removes_new=True)
             raise
@@ -232,6 +236,11 @@ class Run:
     def is_writer(self) -> bool:
         return self.writer_of[self.rank] == self.rank
 
+    def wishes(self) -> Wishes:
+        """Which checkpoints are kept, by the script, and by the pins of all hosts. Raises OSError."""
+        pins = self.pins | pinned_in(self.dir.path)
+        return replace(self.options.keep, scores=self.records.scores, pins=pins)
+
     def gather(self, value: Value) -> list[Value]:
         """The values of all ranks: [world_size]. A collective: every rank must call it."""
         return self.coordinator.all_gather_json(value, timeout_s=self.options.timeout_s)
@@ -263,7 +272,9 @@ class Run:
             wait(pending[1:])
 
     def free(self) -> None:
-        """Let the next save remove the resumed checkpoint."""
+        """Let the next save remove the resumed checkpoint, and remove what this host has received of it."""
+        if self.received and self.is_writer:
+            folder.remove_hidden(self.received)
         while self.held:
             with self.held.pop() as file, contextlib.suppress(OSError):
                 # The lock would outlive a close, because a DataLoader's worker has inherited the open file.

@@ -13,12 +13,14 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from socket import gethostname
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,13 +36,13 @@ from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.state import FlatState, is_sharded
 from mpiddp.checkpoints.tensor_files import packed, reason_of
+from mpiddp.checkpoints.wishes import pinned_in
 from mpiddp.errors import JobFailed, NoAnswer, UserError
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.rank_log import log
 from mpiddp.runtime.reports import saving
-from mpiddp.text import from_here
 
 COMPARED_SAVES = 10  # in the first two saves, and in every tenth, the ranks compare all tensors
 _NICENESS = 10  # added to that of the training for the thread that writes
@@ -56,15 +58,16 @@ def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
         )
     if step == run.step:
         return
-    union = agreement.union_of(run, flat, agreed.digests)
-    if agreed.values_differ:
+    union = agreement.union_of(run, flat, [word.digest for word in agreed])
+    if len({word.values for word in agreed}) > 1:
         agreement.compare_values(run, flat)
     run.free()
     run.num_saves += 1
     if len(run.writers) > 1:
+        run.to_writers = run.to_writers or dist.new_group(run.writers, backend="gloo")
         _share_buffers(run, flat, union)
     copies = Copies.of(boxes_of(flat, union, run.rank, is_writer=run.is_writer))
-    about = folders.About(step, run.records.config, run.step, union.has_stages, agreed.not_finite)
+    about = folders.About(step, run.records.config, union.partial)
     has_shards = bool(union.savers) or any(map(is_sharded, flat.tensors.values()))
     if has_shards and run.ring is None and len(run.writers) > 1:
         timeout = timedelta(seconds=run.options.timeout_s)
@@ -76,23 +79,33 @@ def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
 # Compare
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks have told each other before they copy their states.
+class Word(NamedTuple):
+    """What a rank tells the others before it copies its state.
 
     Attributes:
-        digests: a hash of each rank's keys, types, shapes and numbers: [world_size].
-        values_differ: the ranks have compared their tensors, and some differ.
-        not_finite: why the latest loss on rank 0 is not finite; "" if it is.
+        step: that it saves; None at the end of the run.
+        problem, is_saved: what has failed in its last save, and whether that is on the disk all the same.
+        digest: a hash of its keys, types, shapes and numbers.
+        values: a hash of all its tensors that others may have, if they are compared now.
+        unloaded: by entry, the tensors that it has not loaded from the resumed checkpoint.
+        scores, pins: see `Wishes`. Rank 0 tells the scores, because a script may log them on rank 0 alone.
     """
 
-    digests: Sequence[str]
-    values_differ: bool
-    not_finite: str
+    step: int | None
+    problem: str = ""
+    is_saved: bool = True
+    digest: str = ""
+    values: str = ""
+    unloaded: Mapping[str, Sequence[str]] = {}
+    scores: Mapping[str, float] | Mapping[int, float] = {}
+    pins: Sequence[int] = ()
+    has_recorded: bool = False
 
 
-def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreement:
+def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Word]:
     """Wait for the previous save, and agree on the next one. A collective: every rank must call it.
+
+    Returns what the ranks have told each other: [world_size].
 
     `step` is None at the end of the run: the last save must succeed, because no other one follows.
 
@@ -103,38 +116,50 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
     """
     run.wait()
     before, run.pending = run.pending, None
-    problem = before[1].result() if before else ""
-    digest = values = ""
+    is_saved, problem = before[1].result() if before else (True, "")
+    if step is None and run.bucket:
+        problem = problem if not is_saved else update_bucket(run)  # the bucket may be back by now
+    word = Word(step, problem, is_saved, has_recorded=run.records.has_recorded)
     if flat is not None and run.world_size > 1:
-        digest = agreement.digest_of(flat)
         number = run.num_saves + 1
-        if number <= 2 or number % COMPARED_SAVES == 0:
-            values = agreement.digest_of_values(run, flat)
-    unloaded = {entry: sorted(names) for entry, names in run.unloaded.items()}
-    is_first = step is not None and run.num_saves == 0
-    metrics = [run.records.not_finite, _scores(run)] if run.rank == 0 else []
-    answers: list[Any] = run.gather(
-        [step, problem, digest, values, unloaded if is_first else {}, metrics]
-    )
-    steps, problems, digests, hashes, missing, by_rank = zip(*answers, strict=True)
-    calls = ["close()" if number is None else f"save({number}, …)" for number in steps]
+        is_compared = number <= 2 or number % COMPARED_SAVES == 0
+        values = agreement.digest_of_values(run, flat) if is_compared else ""
+        word = word._replace(digest=agreement.digest_of(flat), values=values)
+    if step is not None and run.num_saves == 0:
+        unloaded = {entry: sorted(names) for entry, names in run.unloaded.items()}
+        word = word._replace(unloaded=unloaded)
+    if run.is_writer:
+        word = word._replace(pins=sorted(pinned_in(run.dir.path)))
+    if run.rank == 0:
+        word = word._replace(scores=_scores(run))
+    rows: list[Any] = run.gather([*word])
+    words = [Word(*row) for row in rows]
+    calls = ["close()" if word.step is None else f"save({word.step}, …)" for word in words]
     if different := run.different(calls):
         raise UserError(f"the ranks save different steps: {different}. Save one step on all ranks.")
+    problems = [word.problem for word in words]
     if any(problems) and (run.options.must_succeed or step is None):
-        raise JobFailed("\n".join(run.coordinator.sentences(list(problems))))
-    for host, text in zip(run.coordinator.hostnames, problems, strict=True):
-        if text and run.rank == 0:
-            log.warning(f"warning: {host}: {text}")
-    if before and not any(problems):
+        raise JobFailed("\n".join(run.coordinator.sentences(problems)))
+    if before and all(word.is_saved for word in words):
         run.step = before[0]
-    agreement.require_every_tensor_loaded(missing)
-    not_finite, scores = by_rank[0]
-    run.records.scores |= {int(step): score for step, score in scores.items()}
-    return Agreement(digests, len(set(hashes)) > 1, not_finite)
+    agreement.require_every_tensor_loaded([word.unloaded for word in words])
+    run.records.scores |= {int(step): score for step, score in words[0].scores.items()}
+    run.pins |= {pin for word in words for pin in word.pins}
+    _warn_of_lost_records(run, [word.has_recorded for word in words])
+    return words
+
+
+def _warn_of_lost_records(run: Run, has_recorded: Sequence[bool]) -> None:
+    ranks = [rank for rank, has_recorded in enumerate(has_recorded) if has_recorded]
+    if run.rank == 0 and run.num_saves < 2 and ranks and not {*ranks} & {*run.writers}:
+        log.warning(
+            f"warning: mpiddp.log_metrics is called on {run.coordinator.name(ranks[0])}, which writes no "
+            "records: call it on rank 0, too."
+        )
 
 
 def _scores(run: Run) -> dict[int, float]:
-    """The scores of the checkpoints in the folder: a script may call `log_metrics` on rank 0 alone."""
+    """The scores of the checkpoints in the folder."""
     scores = run.records.scores
     steps = map(folders.step_of, folders.list_steps(run.dir.checkpoints) if scores else ())
     return {step: scores[step] for step in steps if step in scores}
@@ -153,25 +178,25 @@ def _share_buffers(run: Run, flat: FlatState, union: Union) -> None:
     if run.rank == 0:
         buffers = filter(is_of_each_rank, flat.tensors)
         sent = [{path: flat.tensors[path].detach().cpu() for path in buffers}]
-    dist.broadcast_object_list(sent, 0, group=run.group)
-    for path in flat.tensors.keys() & sent[0].keys() - union.savers.keys():
-        flat.tensors[path] = sent[0][path]
+    if run.is_writer:
+        dist.broadcast_object_list(sent, 0, group=run.to_writers)
+        for path in flat.tensors.keys() & sent[0].keys() - union.savers.keys():
+            flat.tensors[path] = sent[0][path]
 
 
 def _gather(run: Run, per_rank: FlatState) -> list[Tensor]:
     """The `per_rank` state and the random numbers of all ranks: [world_size]. A collective.
 
-    Only the ranks that write get them; the others get []. Each is packed into one tensor of bytes, because it
-    may have a hundred small tensors, and a resume gives each rank its own only.
+    Rank 0 gathers them, and sends them to the ranks that write; the others get []. Each is packed into one
+    tensor of bytes, because it may have a hundred small tensors, and a resume gives each rank its own only.
     """
     tensors = (value.detach().to("cpu", copy=True) for value in per_rank.tensors.values())
     state = per_rank.with_tensors(tensors)
-    packed_state = packed({"rng": rng_states(run.local_rank), "state": state})
-    gathered = [packed_state] * run.world_size
-    if run.world_size > 1 and run.writers == [0]:
-        dist.gather_object(packed_state, gathered if run.is_writer else None, 0, group=run.group)
-    elif run.world_size > 1:
-        dist.all_gather_object(gathered, packed_state, group=run.group)
+    gathered = [packed({"rng": rng_states(run.local_rank), "state": state})] * run.world_size
+    if run.world_size > 1:
+        dist.gather_object(gathered[0], gathered if run.rank == 0 else None, 0, group=run.group)
+    if len(run.writers) > 1 and run.is_writer:
+        dist.broadcast_object_list(gathered, 0, group=run.to_writers)
     written = gathered if run.is_writer else []
     return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in written]
 
@@ -206,34 +231,43 @@ class Save:
         self.number = self.run.num_saves
         self.new = folders.NewFolder(final, f"{final.name}-{self.number}")
 
-    def start(self) -> Future[str]:
-        """Write it in a thread. The result says why the save has failed; "" if it has not."""
+    def start(self) -> Future[tuple[bool, str]]:
+        """Write it in a thread. The result: whether it is on the disk, and what has failed, if anything."""
         # Each save has a thread of its own, because the priority of a thread is lowered for good.
         thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         result = thread.submit(self._run_in_thread)
         thread.shutdown(wait=False)
         return result
 
-    def _run_in_thread(self) -> str:
-        if not (self.has_shards or self.run.is_writer):
-            return ""
+    def _run_in_thread(self) -> tuple[bool, str]:
+        run, is_saved = self.run, False
+        if not (self.has_shards or run.is_writer):
+            return True, ""
         with saving():
             try:
                 self._write_and_publish()
+                is_saved = True
                 self._prune()
+                problem = self._upload()
             except NoAnswer:
                 raise
             except Exception as error:
-                return self._sentence(error)
+                problem = self._sentence(error)
             finally:
-                if self.run.is_writer:
+                if run.is_writer:
                     self.new.discard()  # unless it is published, and has another name now
                 self.copies, self.ranks = Copies(), []  # as large as the state
-        return ""
+        if problem:  # now, because the next save may be hours away
+            log.warning(f"warning: {gethostname()}: {problem}")
+        return is_saved, problem
 
     def _write_and_publish(self) -> None:
         run = self.run
         reports = self._on_all_ranks("written", self._write)
+        if not_finite := next((reason for _, reason in reports if reason), ""):
+            raise JobFailed(
+                self._failed(not_finite) if run.rank == 0 or not self.has_shards else ""
+            )
         receivers = receivers_of(run.writer_of)
         self.shards = [
             Transfer(
@@ -248,14 +282,8 @@ class Save:
         if run.ring is not None and self.has_shards:  # the next host keeps a copy of them
             send = partial(send_files, self.shards, run.rank, run.ring, self.new.path)
             self._on_all_ranks("copied", send)
-        reasons = (self.about.not_finite, *(reason for _, reason in reports))
-        reason = next(filter(None, reasons), "") if run.options.is_guarded else ""
-        self.about = replace(self.about, not_finite=reason)
-        self._on_all_ranks("published", self._publish)
-        if run.options.bucket and self.has_shards:
-            self._on_all_ranks("copied to the bucket", self._push_shards)
-        if run.bucket:
-            run.bucket.push(self.new.final, is_last=True)
+        for pins in self._on_all_ranks("published", self._publish):
+            run.pins.update(pins)
 
     def _on_all_ranks(self, part: str, work: Callable[[], Any]) -> list[Any]:
         """Run the work on each rank, and return the results of all ranks. If one fails, all raise.
@@ -302,11 +330,14 @@ class Save:
             shard = [(folder / file).stat().st_size, self.hashes[file]]
         return [shard, self.copies.not_finite() if run.options.is_guarded else ""]
 
-    def _publish(self) -> None:
-        """Complete the checkpoint, and give it its name, on the one rank of each file system that does so."""
+    def _publish(self) -> list[int]:
+        """Complete the checkpoint, and give it its name, on the one rank of each file system that does so.
+
+        Returns the pins there.
+        """
         run, folder = self.run, self.new.path
         if not run.is_writer:
-            return
+            return []
         self.about.write(folder)
         for shard in self.shards:
             if run.rank in (run.writer_of[rank] for rank in (shard.source, *shard.receivers)):
@@ -319,51 +350,70 @@ class Save:
             (folder / folders.INDEX).write_text(json.dumps(index), encoding="utf-8")
         self.new.seal(self.hashes)
         self.new.publish()
-
-    def _push_shards(self) -> None:
-        """Copy the shards that rank 0 lacks to the bucket. Rank 0 follows, and completes the checkpoint."""
-        bucket = self.run.options.bucket
-        if bucket and self.run.is_writer and self.run.rank != 0:
-            bucket.push(self.new.final, is_last=False)
+        return sorted(pinned_in(run.dir.path))
 
     def _prune(self) -> None:
-        """Remove old checkpoints, and say if the new one is not finite."""
-        run, final, root = self.run, self.new.final, self.run.dir.checkpoints
+        """Remove what no wish keeps. Nothing else removes a checkpoint, but a person."""
+        run, final = self.run, self.new.final
         if run.rank == 0:
             current().coordinator.tell_launcher("saved", path=str(final))
         if not run.is_writer:
             return
         run.is_verified(final, is_new=True)
         try:
-            scores = run.records.scores
-            prune(root, run.options.keep, is_good=run.is_verified, scores=scores)
-            if bucket := run.bucket:
-                bucket.prune(root)
+            wishes = run.wishes()
+            wishes.write(run.dir.path)
+            prune(run.dir.checkpoints, wishes, is_good=run.is_verified)
         except OSError as error:  # only a warning, because the new checkpoint is complete
             why = f"cannot remove old checkpoints: {error.strerror}"
-            log.warning(f"warning: {root}: {why}.")
-        reason = self.about.not_finite
-        if reason and run.rank == 0 and not run.is_warned:
-            rest = "There is no finite checkpoint."
-            if finite := [
-                f for f in folders.list_steps(root) if not folders.About.of(f).not_finite
-            ]:
-                rest = f"{from_here(finite[-1])} is kept, and a resume starts from it."
-            log.warning(f"warning: {final.name} is not finite: {reason}. {rest}")
-        run.is_warned = bool(reason)
+            log.warning(f"warning: {run.dir.checkpoints}: {why}.")
 
-    def _sentence(self, error: Exception) -> str:
-        """Why the save has failed, and which older checkpoint is kept."""
-        if isinstance(error, JobFailed):
+    def _upload(self) -> str:
+        """Bring the bucket up to date; why this has failed, or "". Rank 0 comes last, and completes it."""
+        run, final = self.run, self.new.final
+        if (bucket := run.options.bucket) is None:
+            return ""
+        try:
+            if self.has_shards and run.is_writer and run.rank != 0:
+                self._on_all_ranks("copied to the bucket", partial(bucket.push_shards, final))
+            elif self.has_shards:
+                self._on_all_ranks("copied to the bucket", list)
+        except OSError as error:
+            return _not_in(run, final.name, error)
+        except JobFailed as error:  # the other rank says why
             return str(error)
+        return update_bucket(run, final)
+
+    def _failed(self, reason: str) -> str:
+        """Why the save has failed, and which older checkpoint is kept."""
         root = self.run.dir.checkpoints
-        reason = reason_of(error) or type(error).__name__
         sentence = f"{root}: step {self.about.step} cannot be saved: {reason}."
         with contextlib.suppress(OSError):  # the file server may be gone
             kept = folders.list_steps(root)
             rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."
             sentence = f"{sentence} {rest}"
         return sentence
+
+    def _sentence(self, error: Exception) -> str:
+        if isinstance(error, JobFailed):
+            return str(error)
+        return self._failed(reason_of(error) or type(error).__name__)
+
+
+def update_bucket(run: Run, whole: Path | None = None) -> str:
+    """Bring the bucket up to date, on rank 0; why this has failed, or "". `whole`: see `Bucket.update`."""
+    try:
+        if run.bucket and (steps := folders.list_steps(run.dir.checkpoints)):
+            run.bucket.update(run.dir.path, run.wishes(), whole=whole)
+    except OSError as error:
+        return _not_in(run, steps[-1].name, error)
+    return ""
+
+
+def _not_in(run: Run, name: str, error: OSError) -> str:
+    assert run.options.bucket is not None
+    address = run.options.bucket.address
+    return f"{name} is on this disk, and not in {address}: {error.strerror or error}."
 
 
 def _lower_priority() -> None:

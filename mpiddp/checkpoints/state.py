@@ -95,7 +95,6 @@ class FlatState:
             raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
         self._name = name
         self.tensors: dict[Keys, Tensor] = {}
-        self._guarded = set[Keys]()  # the paths of states of modules and of optimizers
         try:
             self.tree = self._flatten((), dict(entries))
         except RecursionError:
@@ -107,10 +106,6 @@ class FlatState:
                     f"state: the key {key[:_LONGEST_NAME]!r} cannot be the name of a file in the checkpoint. "
                     "Use another one."
                 )
-
-    def is_guarded(self, path: Keys) -> bool:
-        """Whether a tensor belongs to a module or an optimizer, so that training needs it finite."""
-        return any(path[:end] in self._guarded for end in range(len(path)))
 
     def with_tensors(self, values: Iterable[Any]) -> dict[str, Any]:
         """The state with these values in the places of its tensors, in their order."""
@@ -126,8 +121,11 @@ class FlatState:
             return value
         if kind is Tensor or kind is torch.nn.Parameter or is_sharded(value):
             return self._flatten_tensor(path, value)
-        value = _plain(value)
-        kind = type(value)
+        plain = _plain(value)
+        if (
+            type(plain) is not kind
+        ):  # what an object's state_dict returns may have a plain form, too
+            return self._flatten(path, plain)
         if kind in LISTS:
             rows = (self._flatten((*path, index), row) for index, row in enumerate(value))
             return kind(rows)
@@ -139,8 +137,6 @@ class FlatState:
                 if type(key) not in _SCALARS:
                     problem = f"a key of type {_type_name(key)}. Use strings or numbers as keys"
                     self._refuse(path, problem)
-            if _is_module_state(value) or _is_optimizer_state(value):
-                self._guarded.add(path)
             items = {key: self._flatten((*path, key), entry) for key, entry in value.items()}
             table = as_kind_of(value, items)
             if hasattr(table, _VERSIONS):
@@ -186,7 +182,7 @@ def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in DICTS or kind in LISTS or kind in _SCALARS:
         return value
-    if callable(getattr(value, "state_dict", None)):
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return value.state_dict()
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.generic):
@@ -198,17 +194,6 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return value
-
-
-def _is_module_state(value: Mapping[Any, Any]) -> bool:
-    """Whether the dict is a module's state_dict, or one by the names of its parameters."""
-    has_versions = hasattr(value, _VERSIONS)
-    return has_versions or any(str(key).rpartition(".")[2] == "weight" for key in value)
-
-
-def _is_optimizer_state(value: Mapping[Any, Any]) -> bool:
-    is_flat = any(str(key).startswith("param_groups.") for key in value)
-    return is_flat or ("state" in value and "param_groups" in value)
 
 
 def shown_path(path: Keys, name: str = "state") -> str:

@@ -12,6 +12,7 @@ import json
 import math
 import struct
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
@@ -86,9 +87,10 @@ def write_tensors(path: Path, header: bytes, blocks: Iterable[Tensor]) -> str:
     return file.close()
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_tensors(path: Path, held: object = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, mapped, so that each is read when it is used; and the notes of its header.
 
+    `held`, such as a lock of the file, lives as long as one of the tensors.
     Raises OSError; one of DAMAGE for a damaged file, or one of another kind; JobFailed if memory is short.
     """
     size = path.stat().st_size
@@ -98,6 +100,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError("its header is longer than the file")
         header = json.loads(file.read(length))
     content, tensors = _mapped(path, size), {}
+    if not isinstance(content, bytearray):
+        weakref.finalize(
+            content, id, held
+        )  # a finalizer keeps its arguments alive, and the tensors the content
     notes = json.loads(header.pop("__metadata__", {}).get("mpiddp", "{}"))
     for name, about in header.items():
         start, end = (8 + length + offset for offset in about["data_offsets"])

@@ -544,7 +544,10 @@ class Trainer(Training):
     def resume(self, checkpoints: mpiddp.Checkpoints) -> int:
         resume, weights = self.config.resume, self.config.weights
         with mpiddp.together():
-            saved = checkpoints.resume(None if resume == "auto" else resume)
+            saved = checkpoints.resume()
+            if resume != "auto":
+                saved = saved or mpiddp.load(resume)
+                require_same_settings(self.config, self.out, saved)
             if saved is not None:
                 self.load(saved)
             elif weights:
@@ -704,15 +707,34 @@ def open_checkpoints(training: Trainer) -> mpiddp.Checkpoints:
     config, out = training.config, training.out
     with mpiddp.together():
         contents = data_of_run(out, config, training.data) if training.world.rank == 0 else ""
-    names = (*plain.FIXED, "use_syn", "global_batch_size", "steps_per_epoch")
-    fixed = {_flag(name): getattr(config, name) for name in names}
     return mpiddp.Checkpoints(
         out,
         keep=config.keep,
         every=config.save_every or training.length,
-        config={"program": "mpiddp train", "data": gathered(contents)[0], **fixed},
-        not_finite=("train_loss",),
+        config={"program": "mpiddp train", "data": gathered(contents)[0], **fixed_of(config)},
     )
+
+
+def fixed_of(config: Config) -> dict[str, Any]:
+    """The options that past steps depend on."""
+    names = (*plain.FIXED, "use_syn", "global_batch_size", "steps_per_epoch")
+    return {_flag(name): getattr(config, name) for name in names}
+
+
+def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> None:
+    """Raise UserError unless --resume names another run, which was made with the same options."""
+    resume = config.resume
+    if Path(resume).resolve().is_relative_to(out.resolve()):
+        raise mpiddp.UserError(
+            f"--resume {resume} is of this run. To go back, leave it out, after: "
+            f"mpiddp checkpoints rewind {out} STEP"
+        )
+    rows = [(name, saved.config.get(name), now) for name, now in fixed_of(config).items()]
+    if different := [f"{name} {old!r}, now {now!r}" for name, old, now in rows if old != now]:
+        raise mpiddp.UserError(
+            f"{resume} was made with another config: {'; '.join(different)}. "
+            "Use the same config, or take its --weights only."
+        )
 
 
 def data_of_run(out: Path, config: Config, data: Data) -> str:
@@ -736,9 +758,7 @@ def resume_args(config: Config, out: Path) -> list[str]:
 
     A --resume that names another run counts until this run has a checkpoint, so it stays.
     """
-    args = [] if config.out else ["--out", str(out)]
-    goes_back = Path(config.resume).resolve().parent == (out / "checkpoints").resolve()
-    return [*args, "--resume", "auto"] if goes_back else args
+    return [] if config.out else ["--out", str(out)]
 
 
 # --- checks ---
@@ -876,7 +896,7 @@ class Records:
         if was_finite and not math.isfinite(loss) and self._training.world.rank == 0:
             log.warning(
                 f"warning: the loss is {loss} at step {step.number}. Stop the run, and start it again with a "
-                "lower --lr or --clip-grad-norm: it resumes from its newest finite checkpoint."
+                "lower --lr or --clip-grad-norm: it resumes from its newest checkpoint."
             )
         self._train_loss = loss
         self._loss_sum, self._added = torch.zeros_like(self._loss_sum), 0

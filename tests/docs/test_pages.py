@@ -286,7 +286,10 @@ ON_ONE_SCREEN = [
     *([verb] for verb in sorted(VERBS.keys() - {"report", "bench", "hosts", "checkpoints"})),
     *(["hosts", verb] for verb in ("--help", "check", "keys", "push", "pull", "run")),
     *(["bench", verb] for verb in ("--help", "allreduce", "scaling")),
-    *(["checkpoints", verb] for verb in ("--help", "list", "verify", "prune", "pin", "export")),
+    *(
+        ["checkpoints", verb]
+        for verb in ("--help", "list", "verify", "prune", "pin", "rewind", "export")
+    ),
     [],
 ]
 

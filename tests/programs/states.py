@@ -218,7 +218,6 @@ def values(trains: bool) -> dict[str, Any]:
         "zeros": torch.tensor([0.0, -0.0]),
         "others": [bits > 3, bits.to(torch.uint16), torch.tensor(3), torch.empty(0, 3)],
         "views": [weight.T, weight[:, 1:], weight[0].expand(5, 4), weight[0, 0].expand(5, 4)],
-        "channels_last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
         "plain": {"none": None, "big": 1 << 100, "pair": (1, [2.5])},
         "flags": {True: "a", 1.5: "b"},
         "named": {"__metadata__": weight},

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 
 import mpiddp
+from mpiddp.checkpoints.bucket import local_path
 from mpiddp.cli import main
 from mpiddp.runtime.job.session import current
 from tests.support import installs, tiny_data
@@ -249,20 +251,25 @@ def test_each_image_once_an_epoch(here):
 
 
 def test_going_back(here):
-    """--resume goes back to an earlier checkpoint once, over requeues too, or starts from another run."""
+    """A training goes back by `mpiddp checkpoints rewind`, as often as a person asks. `--resume` starts from
+    another run, until this one has a checkpoint of its own.
+    """
     train = (*OPTIONS, "--steps-per-epoch=4")
     older, run = here.folder / "older", here.folder / "run"
     here.train(*train, "--out=older", "--stop-at-step=3", *SAVE_ALL).assert_code(75)
-    back = (*train, "--out=older", f"--resume={step_folder(older, 1)}")
-    done = here.train(*back, "--stop-at-step=2")
-    assert (done.code, resumed_step(done)) == (75, 1)
+    back = (*train, "--out=older", "--keep=9")
+    refused = here.train(*back, f"--resume={step_folder(older, 1)}")
+    refused.assert_refused("is of this run.* mpiddp checkpoints rewind .*older STEP")
+    for stop in (2, 2, 3):
+        if stop == 2:
+            here.run("checkpoints", "rewind", "older", "1").assert_ok()
+        done = here.train(*back, f"--stop-at-step={stop}")
+        assert (done.code, resumed_step(done)) == (75, stop - 1)
     kept = sorted(path.name for path in (older / "checkpoints").iterdir())
-    assert kept == ["step_00000001", "step_00000002", "step_00000002.old", "step_00000003.old"]
-    again = here.train(*back, "--stop-at-step=3")
-    assert resumed_step(again) == 2, "the same command went back again"
+    assert kept == [f"step_0000000{name}" for name in ("1", "2", "2.old", "2.old2", "3", "3.old")]
     for step, options in ((3, ["--stop-at-step=4"]), (4, [])):
         other = here.train(*train, "--epochs=2", "--out=run", f"--resume={older}", *options)
-        assert resumed_step(other) == step
+        assert f"  step {step + 1}/" in other.stdout.replace("step 1/4", "step 5/8"), other.stdout
     assert steps_kept(run)[-1] == 8
 
 
@@ -655,16 +662,19 @@ def test_lost_host_of_shards(apart):
     apart.fork("node0:1,node1:1,node2:1", *train, "--stop-at-step=4").assert_code(75)
     for node, kept in zip(nodes, ("02", "01", "12"), strict=True):
         assert shards(node, 4) == [f"shard_0000{rank}.safetensors" for rank in kept]
+    apart.run("checkpoints", "pin", PRIVATE, "4").assert_ok()  # on node0 alone
 
     shutil.rmtree(nodes[2])
     done = apart.fork("node1:1,node0:1", *train, "--stop-at-step=6")
     assert (done.code, resumed_step(done)) == (75, 4), done.stderr
     for node in nodes[:2]:
         assert shards(node, 6) == ["shard_00000.safetensors", "shard_00001.safetensors"]
+        assert not list((node / "checkpoints").glob(".*")), "what a resume has received stays"
 
     done = apart.fork("node0:1,node1:1,node2:1", *train).assert_ok()
     assert resumed_step(done) == 6
     assert list(losses(nodes[0])) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps_kept(nodes[0]) == steps_kept(nodes[1]) == [4, 6, 8], "a pin counts on every host"
 
     shutil.rmtree(nodes[1])
     shutil.rmtree(nodes[2])  # of step 8, node0 has the shards of two of three ranks; of step 6, all
@@ -806,13 +816,90 @@ def test_a_run_in_object_storage(here):
     assert "step_00000006: shard_00001.safetensors has 1 bytes" in said
     assert "from 5 to 8" in said
     s3("files.rm_file('models/runs/a/checkpoints/step_00000008/COMPLETE')")
-    assert "from 7 to 10" in train()
-    assert listed() == ["step_00000009", "step_00000010", "step_00000006.old"]
+    shutil.rmtree(here.folder / "cache")
+    here.run("checkpoints", "pin", address, "7", env=env).assert_ok()
+    said = train()
+    assert "from 7 to 10" in said
+    assert said.count("downloading") == 1, "a start brings one checkpoint"
+    assert listed() == [f"step_{step:08d}" for step in (7, 9, 10)] + ["step_00000006.old"]
+    here.run("checkpoints", "rewind", address, "9", env=env).assert_ok()
+    assert "from 9 to 12" in train()
+    assert "from 12 to 15" in train()
+    assert listed()[0] == "step_00000007", "a pin of the bucket counts on every host"
     verify = here.run("checkpoints", "verify", address, env=env).assert_ok()
-    assert verify.stdout.count(": verified") == 2
+    assert verify.stdout.count(": verified") == 3
     server.signal(signal.SIGKILL).wait()
     lost = here.run("checkpoints", "list", address, env=env).assert_code(1)
     assert lost.stderr.count("\n") == 1, lost.stderr
+
+
+def test_a_bucket_is_one_more_copy(tmp_path, monkeypatch, capsys):
+    """A bucket that is away loses nothing: the run says at once what only its disk has, resumes from there,
+    and uploads it when the bucket is back. If the bucket is lost, or the disk, the other one is enough.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(fsspec.config.conf, "local", {"auto_mkdir": True})  # as an object store
+    store, gone = tmp_path / "bucket", tmp_path / "gone"
+    address, local = f"local://{store}/a", local_path(f"local://{store}/a")
+
+    def train(steps: int) -> None:
+        """Save the steps up to this one, and end as a kill ends a run: no upload is tried again."""
+        checkpoints = mpiddp.Checkpoints(address, every=None, keep=2)
+        saved = checkpoints.resume()
+        for step in range(saved.step + 1 if saved else 1, steps + 1):
+            checkpoints.save(step, {"step": torch.tensor(step)})
+            checkpoints._wait_for_own_save()
+        checkpoints._end(KeyboardInterrupt())
+        current().runs.clear()
+
+    def in_bucket() -> list[int]:
+        return steps_kept(store / "a")
+
+    train(1)
+    store.rename(gone)
+    store.touch()  # whatever asks for a file there gets an error
+    checkpoints = mpiddp.Checkpoints(address, every=None)
+    with pytest.raises(mpiddp.JobFailed, match="Not a directory"):
+        checkpoints.resume()  # the newest one may be there
+    store.unlink()
+    gone.rename(store)
+    current().runs.clear()
+
+    checkpoints = mpiddp.Checkpoints(address, every=None, keep=2)
+    assert checkpoints.resume().step == 1
+    store.rename(gone)
+    store.touch()
+    for step in (2, 3):
+        checkpoints.save(step, {"step": torch.tensor(step)})
+        checkpoints._wait_for_own_save()
+        words = f"step_{step:08d} is on this disk, and not in {address}: "
+        assert words in capsys.readouterr().err
+    with pytest.raises(mpiddp.JobFailed, match="is on this disk, and not in"):
+        checkpoints.close()
+    store.unlink()
+    gone.rename(store)
+    assert (steps_kept(local), in_bucket()) == ([2, 3], [1])
+    current().runs.clear()
+
+    assert mpiddp.load(address).step == 1
+    train(4)  # back: it goes on from the disk, and uploads what is newer
+    assert (steps_kept(local), in_bucket()) == ([3, 4], [3, 4])
+    shutil.rmtree(store)  # lost
+    train(5)
+    assert in_bucket() == [4, 5]
+    shutil.rmtree(tmp_path / "cache")
+    assert main(["checkpoints", "pin", address, "4"]) == 0
+    train(7)
+    assert in_bucket() == [4, 6, 7]
+    assert steps_kept(local) == [6, 7]
+    shutil.rmtree(store)
+    with mpiddp.Checkpoints(address, every=None, keep=2) as checkpoints:
+        assert (
+            checkpoints.resume().step == 7
+        )  # it makes no step, and its end brings the bucket up to date
+    assert in_bucket() == [6, 7]
+    assert main(["checkpoints", "list", address]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
 
 
 # Disks

@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import mpiddp
 from mpiddp.checkpoints import folder as directory
 from mpiddp.cli import main
+from mpiddp.files import is_locked
 from mpiddp.runtime.job.session import current
 from tests.support.patience import slowness
 from tests.support.place import eventually, program
 from tests.support.ranks import LAUNCH
-from tests.support.training import step_folder, steps_kept, unequal
+from tests.support.training import step_folder, steps_kept, unequal, verified
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +101,10 @@ with mpiddp.process_group(backend="gloo") as world:
     shard = distribute_tensor(torch.full((4,), float(rank)), alone, [Shard(0)])
     states = {
         "one element": {"weight": torch.arange(100.0).index_fill(0, torch.tensor(3), 3.0 + 0.5 * rank)},
+        "beside a large one": {"weight": torch.tensor([20.0, *[0.01 * (rank + 1)] * 9])},
+        "another order": {"bias": torch.arange(64.0).roll(rank)},
+        "a permutation": {"seen": torch.arange(100_000).roll(rank)},
+        "a mask": {"mask": torch.tensor([rank, 1 - rank, 1 - rank, rank] * 20_000, dtype=torch.bool)},
         "a counter": {"seen": torch.tensor(1_000_000 + rank)},
         "value": {"position": 10 * rank},
         "shape": {"model": {"weight": torch.ones(2 + rank)}},
@@ -117,8 +124,9 @@ with mpiddp.process_group(backend="gloo") as world:
         model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
         model(torch.full((4, 2), float(rank))).sum().backward()
         models = {"model": model.state_dict(), "bare": model.module.state_dict()}
+        rounded = {"rounded": torch.arange(64.0) * (1 + 1.2e-7 * rank)}
         keys = {"a": None, "of 1": [rank, torch.ones(1)]} if rank else {"a": 5, "of 0": torch.ones(3)}
-        checkpoints.save(20, {**models, **keys})
+        checkpoints.save(20, {**models, **keys, **rounded})
         later = torch.zeros(4).index_fill(0, torch.tensor(2), float(rank))
         prints_the_refusal(21, "later", {"later": later})
 """
@@ -130,6 +138,8 @@ def test_ranks_that_differ_are_refused(here):
     the running statistics of rank 0 are saved.
     """
     done = here.fork(here.script(DIFFERS), ranks=2).assert_ok()
+    rounding = r"1 tensor of the ranks differ by rounding, .*state\['rounded'\]: element 48 is 48.0 on rank 0"
+    assert re.search(rounding, done.stderr), done.stderr
     found = dict(line.split(": ", 1) for line in done.lines if " differs: " in line)
     for name, words in {
         "value": r"state\['position'\] differs: 0 on rank 0 on \S+, and 10 on rank 1 on ",
@@ -137,6 +147,10 @@ def test_ranks_that_differ_are_refused(here):
         "dtype": r"torch.float32 \[2\] on rank 0.*torch.float16 \[2\] on rank 1",
         "values": r"state\['model'\]\['ones'\] differs: element 0 is 3.0 on rank 0.*, and 4.0 on rank 1",
         "one element": r"state\['weight'\] differs: element 3 is 3.0 on rank 0.*, and 3.5 on rank 1",
+        "beside a large one": r"element 1 is 0.0099.* rank 0.*, and 0.0199.* rank 1.*difference of 0.01",
+        "another order": r"state\['bias'\] differs: element 0 is 0.0 on rank 0.*, and 63.0 on rank 1",
+        "a permutation": r"state\['seen'\] differs: element 0 is 0 on rank 0.*, and 99999 on rank 1",
+        "a mask": r"state\['mask'\] differs: element 0 is False on rank 0.*, and True on rank 1",
         "a counter": r"state\['seen'\] differs: .* of 1000000 on rank 0.* of 1000001 on rank 1",
         "later": r"state\['later'\] differs: element 2",
         "stages": r"state\['model'\]\['weight'\] at \[0\] differs: element 0 is 0.0",
@@ -145,7 +159,12 @@ def test_ranks_that_differ_are_refused(here):
         "kind": r"state\['optimizer'\] differs: a dict on rank 0.* a list of 1 on rank 1",
     }.items():
         assert re.search(words, found[name]), found[name]
-    saved = mpiddp.load(here.folder / "run").state
+    whole = mpiddp.load(here.folder / "run")
+    for other in (nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2, track_running_stats=False)):
+        # A tensor that only rank 0 has, beside it, is no reason to leave out any of the model's.
+        with pytest.raises(mpiddp.UserError, match="bare: it also has "):
+            whole.load_into(bare=other)
+    saved = whole.state
     assert saved["model"]["module.running_mean"].tolist() == [0, 0]
     assert saved["bare"]["running_mean"].tolist() == [0, 0]
     assert (saved["a"], saved["of 1"][0]) == (5, 1)
@@ -245,6 +264,13 @@ class Progress:
     best: np.floating
 
 
+class Counts:
+    """An object whose state is no plain dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return defaultdict(int, a=1)
+
+
 def test_in_goes_what_comes_out(tmp_path):
     """save() takes the objects that load_into() takes, and plain values of numpy and Python."""
     model = nn.Linear(2, 3)
@@ -254,7 +280,7 @@ def test_in_goes_what_comes_out(tmp_path):
     values = {"shape": model.weight.shape, "last": deque([1, 2]), "seen": {2, 1}, "counts": counts}
     with mpiddp.Checkpoints(tmp_path / "run", every=None) as checkpoints:
         progress = Progress(3, np.float32(0.5))
-        state = {"values": values, "progress": progress}
+        state = {"values": values, "progress": progress, "counted": Counts()}
         checkpoints.save(np.int64(5), state, model=model, optimizers={"one": optimizer})
         with pytest.raises(ValueError, match="state has 'model' already"):
             checkpoints.save(6, {"model": 1}, model=model)
@@ -262,6 +288,7 @@ def test_in_goes_what_comes_out(tmp_path):
     plain = {"shape": (3, 2), "last": [1, 2], "seen": [1, 2], "counts": {"a": 1}}
     assert saved.state["values"] == plain
     assert saved.state["progress"] == {"epoch": 3, "best": 0.5}
+    assert saved.state["counted"] == {"a": 1}
     again = nn.Linear(2, 3)
     other = torch.optim.SGD(again.parameters(), lr=1.0, momentum=0.9)
     saved.load_into(model=again, optimizers={"one": other})
@@ -269,16 +296,28 @@ def test_in_goes_what_comes_out(tmp_path):
     assert other.param_groups[0]["lr"] == 0.25
 
 
-def test_a_seed_counts_from_any_step(tmp_path):
-    """A run that starts from another run's checkpoint counts from there, or from a step of its own."""
-    seed = tmp_path / "seed"
-    with mpiddp.Checkpoints(seed, every=None, config={"lr": 1}) as checkpoints:
+def test_a_run_may_begin_with_another_one(tmp_path):
+    """A run that starts from another run's checkpoint draws by its own seed, and has its own config, steps.
+    Once it has a checkpoint of its own, it resumes from that, with its random numbers.
+    """
+    other, drawn = tmp_path / "other", list[float]()
+    torch.manual_seed(1)
+    with mpiddp.Checkpoints(other, every=None, config={"lr": 1}) as checkpoints:
         checkpoints.save(5000, {"weight": torch.ones(1)})
-    for _ in range(2):
-        with mpiddp.Checkpoints(tmp_path / "tuned", every=None, config={"lr": 2}) as checkpoints:
-            saved = checkpoints.resume(seed, step=0)
-            checkpoints.save(saved.step + 1, saved.state)
-    assert steps_kept(tmp_path / "tuned") == [1, 2]
+    for seed in (11, 12, 11):
+        torch.manual_seed(seed)
+        run = tmp_path / f"tuned{seed}"
+        with mpiddp.Checkpoints(run, every=None, config={"lr": 2}) as checkpoints:
+            saved = checkpoints.resume() or mpiddp.load(other)
+            assert saved.about.config == saved.config
+            drawn.append(torch.rand(1).item())
+            checkpoints.save(1 if saved.step == 5000 else 2, saved.state)
+    assert steps_kept(run) == [1, 2]
+    expected = []
+    for seed in (11, 12):
+        torch.manual_seed(seed)
+        expected += [torch.rand(1).item(), torch.rand(1).item()]
+    assert drawn == [expected[0], expected[2], expected[1]]
 
 
 def test_sharded_state_needs_its_place(sharded):
@@ -291,48 +330,41 @@ def test_sharded_state_needs_its_place(sharded):
 # Nothing good is thrown away
 
 
-def test_nan_never_replaces_a_finite_checkpoint(tmp_path, capsys):
-    """After a NaN in a module, an optimizer or the loss that a script names, the newest finite checkpoint
-    stays. A resume goes back to it by one interval; for more, the script has to name it.
+def test_nan_is_never_saved(tmp_path, capsys):
+    """A state with a NaN, or an infinity beside numbers, is a failed save, whatever its tensors are named.
+    The newest checkpoint stays, one line says why at once, and the run fails if it was the last save.
     """
-    run = tmp_path / "run"
-    options: dict[str, Any] = {"every": None, "keep": 2}
-    model, nan = nn.Linear(2, 2), torch.tensor([1.0, float("nan")])
+    run, nan = tmp_path / "run", torch.tensor([1.0, float("nan")])
+    model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.full((2, 2), -float("inf")).triu(1))
-    good = {"model": model, "accuracy": nan, "best": torch.tensor(float("inf"))}
-    bad = {"model": {**model.state_dict(), "bias": nan}}
-    with mpiddp.Checkpoints(run, not_finite=("train_loss",), **options) as checkpoints:
-        checkpoints.resume()
-        for step in range(1, 8):
-            mpiddp.log_metrics(step, aux_loss=float("nan"), train_loss=[1.0, nan[1]][step == 4])
-            checkpoints.save(step, bad if step > 5 else good)
-            if step == 4:
-                mpiddp.log_metrics(4, train_loss=1.0)
-    assert steps_kept(run) == [5, 6, 7]
-    reasons = {
-        step: json.loads((step_folder(run, step) / "about.json").read_text())["not_finite"]
-        for step in (5, 6)
+    good = {
+        "model": model,
+        "best": torch.tensor(float("inf")),
+        "adapter": {"lora_A": torch.ones(2)},
     }
-    assert reasons == {5: "", 6: "state['model']['bias'] has nan"}
-    assert re.search(
-        "step_00000004 is not finite: train_loss of step 4 is nan", capsys.readouterr().err
-    )
+    with mpiddp.Checkpoints(run, every=None, keep=1) as checkpoints:
+        checkpoints.save(1, good)
+        for step, bad in enumerate(
+            ({"model": {**model.state_dict(), "bias": nan}}, {"adapter": {"lora_A": nan}}), 2
+        ):
+            checkpoints.save(step, {**good, **bad})
+            checkpoints._wait_for_own_save()
+            assert steps_kept(run) == [1]
+            words = rf"step {step} cannot be saved: state\['\w+'\]\['\w+'\] has nan\. step_00000001 is kept"
+            assert re.search(words, capsys.readouterr().err)
+        checkpoints.save(4, good, per_rank={"accuracy": nan})
+    assert steps_kept(run) == [4]
+    checkpoints = mpiddp.Checkpoints(run, every=None, keep=1)
+    assert checkpoints.resume().step == 4
+    checkpoints.save(5, {"scale": {"a": nan / 0}})
+    with pytest.raises(
+        mpiddp.JobFailed, match=r"step 5 cannot be saved: state\['scale'\]\['a'\] has"
+    ):
+        checkpoints.close()
+    with mpiddp.Checkpoints(run, every=None, saves_nan=True) as checkpoints:
+        assert checkpoints.resume().step == 4
+        checkpoints.save(5, {"model": {"bias": nan}})
     assert mpiddp.load(run).step == 5
-    words = (
-        r"step_00000007 is not finite: .*2 steps older: to go back to it, resume from .*_00000005"
-    )
-    with pytest.raises(mpiddp.UserError, match=words):
-        mpiddp.Checkpoints(run, **options).resume()
-    with mpiddp.Checkpoints(run, not_finite="keep", **options) as checkpoints:
-        assert checkpoints.resume().step == 7
-        checkpoints.save(8, bad)
-    assert steps_kept(run) == [7, 8]
-    other = saved_run(tmp_path / "other", good, good, bad)
-    with mpiddp.Checkpoints(other, **options) as checkpoints:
-        assert checkpoints.resume().step == 2
-    with mpiddp.Checkpoints(run, **options) as checkpoints:
-        assert checkpoints.resume().step == 8, "there is no finite one"
-    assert "resuming from step_00000002 (1 steps lost)" in capsys.readouterr().out
 
 
 STAGES = """
@@ -357,22 +389,18 @@ def test_a_stage_that_no_rank_loads_is_not_lost(here):
 
 
 def test_training_that_diverges_keeps_its_checkpoint(here):
-    """A training whose loss becomes NaN or infinite says so once, with the step, and keeps its newest finite
-    checkpoint, from which it resumes if told so.
+    """A training whose loss becomes NaN or infinite says so once, with the step, and fails. It keeps its
+    newest checkpoint, from which it resumes.
     """
     train = ("--backend=gloo", "--arch=resnet20", "--use-syn", "--batch-size=2", "--epochs=1")
     train += ("--steps-per-epoch=8", "--save-every=1", "--log-every=1", "--out=run", "--amp=off")
     here.train(*train, "--stop-at-step=2", ranks=2)
-    done = here.train(*train, "--lr=1e30", ranks=2).assert_ok()
+    done = here.train(*train, "--lr=1e30", ranks=2).assert_code(1)
     assert len(re.findall(r"the loss is (nan|inf) at step \d\b", done.stderr)) == 1, done.stderr
-    assert "is not finite" in done.stderr
-    first = steps_kept(here.folder / "run")[0]
-    assert f"step_{first:08d} is kept, and a resume starts from it" in done.stderr
-    refused = here.train(*train, "--stop-at-step=4", ranks=2)
-    refused.assert_refused("resume from run/checkpoints")
-    path = f"--resume={step_folder(Path('run'), first)}"
-    again = here.train(*train, path, "--stop-at-step=4", ranks=2)
-    assert f"resuming from run/checkpoints/step_{first:08d}" in again.stdout
+    last = steps_kept(here.folder / "run")[-1]
+    assert re.search(rf"step 8 cannot be saved: .* has nan\. step_{last:08d} is kept", done.stderr)
+    again = here.train(*train, f"--stop-at-step={last + 1}", ranks=2)
+    assert f"resuming from run/checkpoints/step_{last:08d}" in again.stdout
 
 
 def test_retention(tmp_path, capsys):
@@ -387,7 +415,7 @@ def test_retention(tmp_path, capsys):
             removed.append([each for each in targets if each.startswith(str(args[0]))])
 
     sys.addaudithook(look)
-    losses = {2: 0.9, 6: 0.1, 8: 0.01, 11: 0.5}
+    losses = {2: 0.9, 6: 0.1, 8: 0.2, 11: 0.5}
     options: dict[str, Any] = {"every": None, "keep": 2, "best": ("val_loss", "min")}
     steps = (1, 2, 3, 6, 8, 11, 12)
     with mpiddp.Checkpoints(run, keep_every=5, **options) as checkpoints:
@@ -395,10 +423,20 @@ def test_retention(tmp_path, capsys):
         for step in steps:
             if step in losses:
                 mpiddp.log_metrics(step, val_loss=losses[step])
-            checkpoints.save(step, {"weight": torch.tensor(float("nan") if step == 8 else 1.0)})
+            checkpoints.save(step, {"weight": [1.0]})
             if step == 3:
                 checkpoints._wait_for_own_save()
                 assert main(["checkpoints", "pin", str(run), "3"]) == 0
+    for path in (run, run / "checkpoints"):  # as the run does, which has nothing to remove
+        assert main(["checkpoints", "prune", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoints", "list", str(run)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {line[0]: line[6:] for line in lines if line[6:]} == {
+        "step_00000003": ["pinned"],
+        "step_00000006": ["best"],
+    }
+    assert mpiddp.load(run, best=True).step == 6
     assert [step for step in steps if step_folder(run, step).exists()] == [3, 6, 11, 12]
     assert len(removed) > 2
     assert not any(removed)
@@ -413,29 +451,30 @@ def test_retention(tmp_path, capsys):
     assert main(["checkpoints", "pin", str(run), "4"]) == 2
 
 
-def test_what_is_set_aside(tmp_path, capsys):
-    """What a run has set aside is one set for each step, which is listed, pruned, and resumed by its path."""
-    run, old = tmp_path / "run", tmp_path / "run/checkpoints/step_00000003.old"
+def test_going_back_as_often_as_asked(tmp_path, capsys):
+    """`mpiddp checkpoints rewind` takes the next resume to a step, each time that a person asks. What comes
+    later is set aside and listed, and removed once enough newer ones are set aside.
+    """
+    run = tmp_path / "run"
     saved_run(run, *({"attempt": 0} for _ in range(4)))
 
     def names() -> list[str]:
         return sorted(path.name[11:] for path in (run / "checkpoints").iterdir())
 
-    for attempt, start in enumerate((1, 2, 1, 2, 1), 1):
-        with mpiddp.Checkpoints(run, every=None, keep=9) as checkpoints:
-            assert checkpoints.resume(step_folder(run, start)).step == start
-            for step in range(start + 1, 5):
-                checkpoints.save(step, {"attempt": attempt})
-    assert names() == ["01", "02", "02.old", "03", "03.old", "04", "04.old"]
+    for attempt in (1, 2):
+        assert main(["checkpoints", "rewind", str(run), "2"]) == 0
+        for start in (2, 4):
+            with mpiddp.Checkpoints(run, every=None, keep=3) as checkpoints:
+                assert checkpoints.resume().step == start, "the mark counts once"
+                for step in range(start + 1, 5):
+                    checkpoints.save(step, {"attempt": attempt})
+    assert mpiddp.load(run).state == {"attempt": 2}
+    assert names() == ["02", "03", "03.old2", "04", "04.old", "04.old2"]
     assert main(["checkpoints", "list", str(run)]) == 0
     assert capsys.readouterr().out.count("set aside") == 3
-    for _ in range(2):
-        with mpiddp.Checkpoints(run, every=None, keep=9) as checkpoints:
-            saved = checkpoints.resume(old)
-            assert (saved.step, saved.state["attempt"]) == (3, 4)
-    assert names() == ["01", "02", "02.old", "03", "03.old", "04.old"]
+    assert main(["checkpoints", "rewind", str(run), "9"]) == 2
     assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 0
-    assert names() == ["03", "04.old"]
+    assert names() == ["04", "04.old2"]
 
 
 def test_the_score_of_a_step(tmp_path):
@@ -666,17 +705,91 @@ def test_read_only_folder_is_refused(here):
     assert "restart" not in refused.stderr
 
 
-def test_a_resume_holds_its_checkpoint(tmp_path):
-    """Nothing removes the checkpoint from which a run resumes before its first save."""
-    run = saved_run(tmp_path / "run", {"a": 1}, {"a": 2})
-    with mpiddp.Checkpoints(run, every=None, keep=1) as checkpoints:
-        saved = checkpoints.resume(step_folder(run, 1))
-        (step_folder(run, 1)).rename(step_folder(run, 0))  # older than another one
-        shutil.copytree(step_folder(run, 2).with_suffix(".old"), step_folder(run, 2))
+def test_a_resume_holds_its_checkpoint(tmp_path, monkeypatch):
+    """Nothing removes the checkpoint of a resume before the run's first save, which hashes it no more."""
+    run, hashed = saved_run(tmp_path / "run", {"a": 1}, {"a": torch.ones(2)}), list[Path]()
+    plain = directory._sha256
+    monkeypatch.setattr(directory, "_sha256", lambda path: hashed.append(path) or plain(path))
+    with mpiddp.Checkpoints(run, every=None, keep=2) as checkpoints:
+        saved = checkpoints.resume()
+        assert {path.parent for path in hashed} == {step_folder(run, 2)}
+        hashed.clear()
+        shutil.copytree(
+            step_folder(run, 1), step_folder(run, 3)
+        )  # newer, so the run would not keep it
         assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 0
-        assert step_folder(run, 0).exists()
+        assert step_folder(run, 2).exists()
+        shutil.rmtree(step_folder(run, 3))
+        hashed.clear()
         checkpoints.save(3, saved.state)
-    assert steps_kept(run) == [3]
+        checkpoints._wait_for_own_save()
+        assert not [path for path in hashed if step_folder(run, 2) in path.parents]
+    assert steps_kept(run) == [2, 3]
+
+
+def test_a_lock_lives_as_long_as_its_tensors(tmp_path):
+    """A run removes no file that a reader has mapped, also if the reader has kept nothing but a tensor."""
+    run = tmp_path / "run"
+    with mpiddp.Checkpoints(run, every=None, keep=1) as checkpoints:
+        checkpoints.save(1, {"model": {"a": torch.ones(1000), "b": torch.ones(1)}, "c": 1})
+        checkpoints._wait_for_own_save()
+        tensor = mpiddp.load(run).state["model"]["a"]
+        for step in (2, 3):
+            checkpoints.save(step, {})
+        checkpoints._wait_for_own_save()
+        assert step_folder(run, 1).exists()
+        assert tensor.sum() == 1000
+        del tensor
+        checkpoints.save(4, {})
+    assert steps_kept(run) == [4]
+
+
+def test_an_error_leaves_the_folder_when_the_save_has_ended(tmp_path, monkeypatch):
+    """A run keeps its folder until its thread has written, because the next run removes what is half done."""
+    run, left, plain = tmp_path / "run", threading.Event(), directory.NewFolder.publish
+    locked = list[bool]()
+
+    def publish(new: directory.NewFolder) -> None:
+        left.wait(1)  # the script goes on to its end in the meantime, if it does not wait
+        locked.append(is_locked(run / "owner.json"))
+        plain(new)
+
+    monkeypatch.setattr(directory.NewFolder, "publish", publish)
+    with suppress(ZeroDivisionError), mpiddp.Checkpoints(run, every=None) as checkpoints:
+        checkpoints.save(1, {"a": 1})
+        raise ZeroDivisionError
+    left.set()
+    assert (locked, steps_kept(run)) == ([True], [1])
+
+
+def test_a_step_that_is_saved_again_is_never_absent(tmp_path, monkeypatch):
+    """If the process is killed while a checkpoint replaces one of its step, the older one is still there."""
+    run, rename = saved_run(tmp_path / "run", {"a": 1}), Path.rename
+    new = directory.NewFolder(step_folder(run, 1))
+    shutil.copytree(step_folder(run, 1), new.path)
+
+    def killed(path: Path, target: Path) -> Path:
+        if path == new.path:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        new.publish()
+    directory.remove_leftovers(run / "checkpoints")
+    verified(step_folder(run, 1).with_suffix(".old"))
+
+
+def test_reading_imports_no_writing(here):
+    """To read a checkpoint, in a notebook for example, a process imports neither the lock of a run, nor the
+    coordinator of its ranks, nor object storage.
+    """
+    saved_run(here.folder / "run", {"a": torch.ones(1)})
+    reads = here.script("import sys, mpiddp; mpiddp.load('run'); print(sorted(sys.modules))")
+    modules = here.run("python", reads).assert_ok().stdout
+    for name in ("run_folder", "save", "bucket", "retention", "coordinator", "agreement"):
+        assert f".{name}'" not in modules, name
+    assert ".contents'" in modules
 
 
 LIMITED = """

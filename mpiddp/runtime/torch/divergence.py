@@ -10,6 +10,7 @@ A check gathers 32 bytes from each rank. Only if they differ do the ranks exchan
 
 from __future__ import annotations
 
+import functools
 import socket
 import sys
 from collections import Counter
@@ -29,6 +30,8 @@ from mpiddp.world import World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _MAX_NAMED = 4  # ranks in a sentence
+_CHUNK = 1 << 20  # elements that are hashed at once
+_FACTOR = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 
 
 def check_divergence(
@@ -89,19 +92,31 @@ def check_divergence(
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements as integers: int64 [], on its device. Of a DTensor, that of its shard.
+    """A hash of a tensor's bits and of their order: int64 [], on its device. Of a DTensor, that of its shard.
 
-    A flipped bit of an integer changes it by a power of 2 below 2^64, so it always changes the sum mod 2^64.
-    Any other change of one integer does too. Several changes cancel only if they add up to 0, as those of two
-    elements that have changed places do. Integers add up to the same sum in any order, so the digest does not
-    depend on the device, on the number of threads, or on the layout of the tensor in memory.
+    It is the sum of the elements as integers mod 2^64, each times an odd number of its own place. So any
+    change of one element changes it, and several changes, such as another order, cancel only by a chance of
+    2^-63. Integers add up to the same sum in any order, so the hash does not depend on the device, on the
+    number of threads, or on the layout of the tensor in memory.
     """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    flat = tensor.detach().resolve_neg().contiguous().reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    weights, total = _weights(bits.device), torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(_CHUNK):
+        total = total * _FACTOR + (part * weights[: len(part)]).sum()
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """An odd number for each place of a chunk, mixed as splitmix64 mixes: int64 [_CHUNK], on the device."""
+    mixed = torch.arange(1, _CHUNK + 1, device=device) * _FACTOR
+    mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
+    return (mixed ^ (mixed >> 27)) | 1
 
 
 def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) -> str:

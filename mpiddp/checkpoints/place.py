@@ -1,0 +1,71 @@
+"""The checkpoints that a user names by a path, or by an address in object storage."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints.wishes import Wishes
+from mpiddp.errors import UserError
+
+if TYPE_CHECKING:
+    from mpiddp.checkpoints.bucket import Bucket
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    return "://" in str(path)
+
+
+class Place(NamedTuple):
+    """Checkpoints of a run, on a disk or in a bucket.
+
+    Attributes:
+        checkpoints: their folders on this disk, the oldest first. What a bucket has may not be there yet.
+        aside: those that are set aside.
+        run: the folder of their run.
+        bucket: of their run, if they are there.
+    """
+
+    checkpoints: list[Path]
+    aside: list[Path]
+    run: Path
+    bucket: Bucket | None = None
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> Place:
+        """Raises UserError if there are no checkpoints; OSError."""
+        if not is_address(path):
+            checkpoints = folders.checkpoints_at(Path(path))
+            root, is_one = checkpoints[0].parent, folders.is_checkpoint(Path(path))
+            aside = [] if is_one else folders.list_steps(root, set_aside=True)
+            return cls(checkpoints, aside, root.parent)
+        from mpiddp.checkpoints.bucket import Bucket, local_path, split_address
+
+        address, name = split_address(path)
+        bucket, run = Bucket(address), local_path(address)
+        there = [run / "checkpoints" / n for n in bucket.names() if not name or n == name]
+        checkpoints = [path for path in folders.steps_among(there) if bucket.is_whole(path.name)]
+        aside = folders.steps_among(there, set_aside=True)
+        if not (checkpoints or aside):
+            raise UserError(f"{path} contains no checkpoints.")
+        return cls(checkpoints or aside, aside if checkpoints else [], run, bucket)
+
+    def wishes(self) -> Wishes:
+        """Which of them the run keeps. Raises OSError."""
+        return self.bucket.wishes() if self.bucket else Wishes.read(self.run)
+
+    def write(self, file: str, content: str) -> str:
+        """Write a small file into the run's folder. Returns its path. Raises OSError."""
+        if self.bucket:
+            return self.bucket.write(file, content)
+        path = self.run / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        return str(path)
+
+    def fetch(self, checkpoint: Path) -> None:
+        """Bring one of them to its folder. Raises OSError."""
+        if self.bucket:
+            self.bucket.fetch(self.run, checkpoint.name)

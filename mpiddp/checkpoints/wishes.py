@@ -1,0 +1,114 @@
+"""What the folder of a run says about its checkpoints, for every process, host and bucket.
+
+wishes.json             keep, keep_every and best of its script, and the scores by which one is the best
+pins/step_00001000      no run removes this checkpoint, by `mpiddp checkpoints pin`
+REWIND                  the step of the next resume, by `mpiddp checkpoints rewind`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from mpiddp.checkpoints.folder import step_of, steps_among
+from mpiddp.files import replace_file
+
+WISHES, PINS, REWIND, METRICS = "wishes.json", "pins", "REWIND", "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Which checkpoints of a run are kept.
+
+    Attributes:
+        keep: number of the newest verified checkpoints, and of checkpoints that are set aside.
+        keep_every: steps: the first checkpoint at or after each multiple stays.
+        best: a metric, and "min" or "max": the checkpoint whose step has its best value stays.
+        scores: by step, the values of this metric.
+        pins: the steps of pinned checkpoints.
+    """
+
+    keep: int = 2
+    keep_every: int | None = None
+    best: Sequence[str] | None = None
+    scores: Mapping[int, float] = field(default_factory=dict)
+    pins: Collection[int] = ()
+
+    @classmethod
+    def read(cls, run: Path) -> Wishes:
+        """Those of a run's folder; the defaults if it has none. Raises OSError."""
+        path = run / WISHES
+        wishes = cls.parse(path.read_bytes() if path.is_file() else b"{}", pinned_in(run))
+        if not wishes.best:
+            return wishes
+        # The script may have logged a score since the last save.
+        scores = scores_in(run / METRICS, wishes.best[0])
+        return replace(wishes, scores={**wishes.scores, **scores})
+
+    @classmethod
+    def parse(cls, content: bytes, pins: Collection[int]) -> Wishes:
+        """Those of the contents of wishes.json; the defaults if another program has written it."""
+        try:
+            table = json.loads(content)
+            scores = {int(step): float(score) for step, score in table.pop("scores", {}).items()}
+            return cls(**table, scores=scores, pins=pins)
+        except (ValueError, TypeError, AttributeError):
+            return cls(pins=pins)
+
+    def write(self, run: Path) -> None:
+        """Write them into a run's folder, without the pins, which are files of their own. Raises OSError."""
+        table = {name: value for name, value in asdict(self).items() if name != "pins"}
+        replace_file(run / WISHES, json.dumps(table).encode())
+
+    def best_step(self, steps: Collection[int]) -> int | None:
+        """The one of these steps with the best score; None if none has a score."""
+        scored = [step for step in steps if step in self.scores]
+        if self.best is None or not scored:
+            return None
+        sign = 1 if self.best[1] == "min" else -1
+        return min(scored, key=lambda step: sign * self.scores[step])
+
+    def spared(self, steps: Collection[int]) -> set[int]:
+        """The steps that stay although newer ones are verified."""
+        spared = {*self.pins, self.best_step(steps)} - {None}
+        if self.keep_every is not None:
+            first = {step // self.keep_every: step for step in sorted(steps, reverse=True)}
+            spared |= {step for multiple, step in first.items() if multiple > 0}
+        return spared  # type: ignore[return-value]
+
+
+def pinned_in(run: Path) -> set[int]:
+    """The steps of the checkpoints that are pinned in a run's folder."""
+    folder = run / PINS
+    return {step_of(pin) for pin in steps_among(folder.iterdir() if folder.is_dir() else ())}
+
+
+def rewound_to(run: Path) -> int:
+    """The step to which `mpiddp checkpoints rewind` takes the next resume; -1 without one."""
+    try:
+        return int((run / REWIND).read_text())
+    except (FileNotFoundError, ValueError):
+        return -1
+
+
+def scores_in(path: Path, metric: str) -> dict[int, float]:
+    """By step, the values of a metric in a file of `mpiddp.log_metrics`. Raises OSError."""
+    records = records_in(path)
+    rows = ((record.get("step"), record.get(metric)) for record in records)
+    return {step: score for step, score in rows if type(step) is int and is_score(score)}
+
+
+def is_score(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float)
+
+
+def records_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of JSON. A line that a full disk has cut is left out. Raises OSError."""
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
