@@ -2,8 +2,7 @@
 
 In each save, the ranks compare keys, types, shapes, numbers, and small tensors of integers. In the first two
 saves and every tenth, they compare hashes of all other tensors, which takes one pass over the memory. If some
-differ, the few that differ most are compared element by element, because different processors may differ by
-rounding.
+differ, a few are compared element by element, in each save others, because processors may round differently.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -31,8 +30,7 @@ from mpiddp.text import counted, listed
 _SMALL = 1 << 16  # a tensor of so many integers, or fewer, is compared in each save
 _SHOWN = 4  # a sentence shows the values of a tensor of so many integers, or fewer
 _LONGEST = 80  # characters of a rank's value in a sentence
-_CHUNK = 1 << 20  # elements that are added up at once
-_SENT = 4  # so many tensors that differ are sent, and compared element by element
+_SENT = 4  # tensors that are sent, and compared element by element
 # Each rank has its own statistics of BatchNorm in DDP. The statistics of the lowest rank are saved.
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
 _HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
@@ -188,37 +186,19 @@ def _shared_parts(run: Run, flat: FlatState) -> dict[str, Tensor]:
     return parts
 
 
+def _hashes_of(parts: Mapping[str, Tensor]) -> dict[str, int]:
+    """A hash of each tensor. This waits once for each GPU, and not once for each tensor."""
+    hashes: dict[str, int] = {}
+    for device in {part.device for part in parts.values()}:
+        by_name = {name: digest(part) for name, part in parts.items() if part.device == device}
+        hashes |= dict(zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True))
+    return hashes
+
+
 def digest_of_values(run: Run, flat: FlatState) -> str:
     """A hash of the bits of all tensors that other ranks may have."""
-    hashes = _numbers_of(digest, _shared_parts(run, flat))
+    hashes = _hashes_of(_shared_parts(run, flat))
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
-
-
-def _numbers_of(
-    function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """A number of each tensor. This waits once for each GPU, and not once for each tensor."""
-    by_device: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
-    for name, part in parts.items():
-        by_device[part.device][name] = function(part)
-    numbers: dict[str, Any] = {}
-    for by_name in by_device.values():
-        numbers |= dict(zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True))
-    return numbers
-
-
-def _weighted_sum(part: Tensor) -> Tensor:
-    """A sum in which each element has a sign of its own, so that every difference shows in it."""
-    flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
-    signs = 2 * (torch.arange(_CHUNK, device=part.device) * 2654435761 >> 16 & 1) - 1
-    sums = [(chunk.double() * signs[: len(chunk)]).sum() for chunk in flat.split(_CHUNK)]
-    return torch.stack(sums).sum()
-
-
-def _largest(part: Tensor) -> Tensor:
-    """The largest absolute value of a tensor; 0 for integers, which are never rounded."""
-    is_exact = not (part.is_floating_point() or part.is_complex())
-    return part.new_zeros((), dtype=torch.float64) if is_exact else part.abs().max().double()
 
 
 class _Odd(NamedTuple):
@@ -226,71 +206,68 @@ class _Odd(NamedTuple):
 
     name: str
     lowest: int  # of the ranks that have it
-    others: Sequence[int]  # the ranks where it is another one; it differs most on the first of them
-    size: float  # of the difference, compared with the largest element
+    others: list[int]  # those that have another one
 
 
 def compare_values(run: Run, flat: FlatState) -> None:
     """Compare the tensors whose hashes differ between ranks. A collective: every rank must call it.
 
-    Rank 0 finds those that differ most. Of each of these, the lowest rank sends its own to the rank where it
-    differs most, and only there the elements are compared.
+    Rank 0 finds them. Of a few, the lowest rank sends its own to the first rank that has another one, which
+    compares the elements.
 
     Raises ValueError, the same on all ranks, if one differs by more than rounding.
     """
     parts = _shared_parts(run, flat)
-    columns = [_numbers_of(function, parts) for function in (digest, _weighted_sum, _largest)]
+    exact = [name for name, part in parts.items() if not _is_rounded(part)]
     by_rank: list[Any] = [None] * run.world_size
-    dist.gather_object(columns, by_rank if run.rank == 0 else None, 0, group=run.group)
-    found: list[Any] = [_odd_ones(by_rank) if run.rank == 0 else None]
-    dist.broadcast_object_list(found, 0, group=run.group)
+    told = _hashes_of(parts), exact
+    dist.gather_object(told, by_rank if run.rank == 0 else None, 0, group=run.group)
+    sent: list[Any] = [_odd_ones(by_rank, run.num_saves) if run.rank == 0 else None]
+    dist.broadcast_object_list(sent, 0, group=run.group)
     group: Any = run.group or dist.group.WORLD
     answers: list[list[Any]] = []
-    for tag, odd in enumerate(found[0][:_SENT]):
+    for tag, odd in enumerate(sent[0][:_SENT]):
         if run.rank not in (odd.lowest, odd.others[0]):
             continue
-        part = parts[odd.name].resolve_conj().resolve_neg().cpu().contiguous()
-        content = part.reshape(-1).view(torch.uint8)
+        part = parts[odd.name].resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        content = part.view(torch.uint8)
         if run.rank == odd.lowest:
             group.send([content], odd.others[0], tag).wait()
         else:
             received = torch.empty_like(content)
             group.recv([received], odd.lowest, tag).wait()
-            answers.append([tag, *_difference(received.view(part.dtype), part.reshape(-1))])
+            answers.append([tag, *_difference(received.view(part.dtype), part)])
     name_of = run.coordinator.name
     for tag, is_rounding, where in sorted(row for rows in run.gather(answers) for row in rows):
-        name, lowest, others, _ = found[0][tag]
+        name, lowest, others = sent[0][tag]
         sentence = where.format(name_of(lowest), listed([name_of(rank) for rank in others], 2))
         if not is_rounding:
             raise ValueError(f"{name} differs: {sentence}. {_HINT}")
         if run.rank == 0 and tag == 0:
             log.warning(
-                f"warning: {counted(len(found[0]), 'tensor')} of the ranks differ by rounding, most of all "
+                f"warning: {counted(len(sent[0]), 'tensor')} of the ranks differ by rounding, such as "
                 f"{name}: {sentence}. Those of the lowest rank are saved."
             )
 
 
-def _odd_ones(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[_Odd]:
-    """The tensors that differ, the most different first. `by_rank`: their hashes, sums, largest elements."""
-    rows: dict[str, dict[int, tuple[int, float, float]]] = defaultdict(dict)
-    for rank, columns in enumerate(by_rank):
-        for name in columns[0]:
-            hashed, weighted, largest = (column[name] for column in columns)
-            rows[name][rank] = hashed, weighted, largest
-    found = []
-    for name, of_name in rows.items():
-        lowest = min(of_name)
-        hashed, weighted, largest = of_name[lowest]
-        sizes = {
-            rank: abs(row[1] - weighted) / largest if largest else math.inf
-            for rank, row in of_name.items()
-            if row[0] != hashed
-        }
-        sizes = {rank: math.inf if math.isnan(size) else size for rank, size in sizes.items()}
-        others = sorted(sizes, key=lambda rank: -sizes[rank])
-        if others:
-            found.append(_Odd(name, lowest, others, sizes[others[0]]))
-    return sorted(found, key=lambda odd: -odd.size)
+def _odd_ones(by_rank: Sequence[tuple[Mapping[str, int], list[str]]], turn: int) -> list[_Odd]:
+    """The tensors that differ: those that are never rounded, or else in each save others first."""
+    rows: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, (hashes, _) in enumerate(by_rank):
+        for name, hashed in hashes.items():
+            rows[name][rank] = hashed
+    odd = []
+    for name, of_rank in rows.items():
+        lowest = min(of_rank)
+        if others := [rank for rank, hashed in of_rank.items() if hashed != of_rank[lowest]]:
+            odd.append(_Odd(name, lowest, others))
+    exact = {name for _, names in by_rank for name in names}
+    start = turn * _SENT % max(len(odd), 1)
+    return [row for row in odd if row.name in exact] or odd[start:] + odd[:start]
+
+
+def _is_rounded(part: Tensor) -> bool:
+    return part.is_floating_point() or part.is_complex()
 
 
 def _difference(first: Tensor, value: Tensor) -> tuple[bool, str]:
@@ -301,16 +278,13 @@ def _difference(first: Tensor, value: Tensor) -> tuple[bool, str]:
     """
     if value.is_complex():
         first, value = torch.view_as_real(first).reshape(-1), torch.view_as_real(value).reshape(-1)
+    sizes, most = (first != value).double(), 0.0
     if value.is_floating_point():
         a, b = first.double(), value.double()
         sizes = (a - b).abs().nan_to_num(nan=math.inf)
         sizes[(a == b) | (a.isnan() & b.isnan())] = 0
-        largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
-        most = torch.finfo(value.dtype).eps ** (2 / 3) * largest
-    else:
-        sizes, most = (first != value).double(), 0.0
+        most = torch.finfo(value.dtype).eps ** (2 / 3) * a.nan_to_num(0, 0, 0).abs().max().item()
     index = int(sizes.argmax())
-    pair = first[index].item(), value[index].item()
-    difference = abs(pair[1] - pair[0])
-    where = f"element {index} is {pair[0]} on {{}}, and {pair[1]} on {{}}, a difference of {difference:.2g}"
+    x, y = first[index].item(), value[index].item()
+    where = f"element {index} is {x} on {{}}, and {y} on {{}}, a difference of {abs(y - x):.2g}"
     return sizes[index].item() <= most, where

@@ -236,10 +236,15 @@ class Run:
     def is_writer(self) -> bool:
         return self.writer_of[self.rank] == self.rank
 
+    def scores(self) -> dict[int, float]:
+        """The scores of the checkpoints in the folder."""
+        steps = map(folder.step_of, folder.list_steps(self.dir.checkpoints))
+        return {step: self.records.scores[step] for step in steps if step in self.records.scores}
+
     def wishes(self) -> Wishes:
         """Which checkpoints are kept, by the script, and by the pins of all hosts. Raises OSError."""
         pins = self.pins | pinned_in(self.dir.path)
-        return replace(self.options.keep, scores=self.records.scores, pins=pins)
+        return replace(self.options.keep, scores=self.scores(), pins=pins)
 
     def gather(self, value: Value) -> list[Value]:
         """The values of all ranks: [world_size]. A collective: every rank must call it."""

@@ -117,8 +117,8 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     run.wait()
     before, run.pending = run.pending, None
     is_saved, problem = before[1].result() if before else (True, "")
-    if step is None and run.bucket:
-        problem = problem if not is_saved else update_bucket(run)  # the bucket may be back by now
+    if step is None and run.bucket and is_saved:
+        problem = update_bucket(run)  # the bucket may be back by now
     word = Word(step, problem, is_saved, has_recorded=run.records.has_recorded)
     if flat is not None and run.world_size > 1:
         number = run.num_saves + 1
@@ -131,7 +131,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     if run.is_writer:
         word = word._replace(pins=sorted(pinned_in(run.dir.path)))
     if run.rank == 0:
-        word = word._replace(scores=_scores(run))
+        word = word._replace(scores=run.scores())
     rows: list[Any] = run.gather([*word])
     words = [Word(*row) for row in rows]
     calls = ["close()" if word.step is None else f"save({word.step}, …)" for word in words]
@@ -145,24 +145,13 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     agreement.require_every_tensor_loaded([word.unloaded for word in words])
     run.records.scores |= {int(step): score for step, score in words[0].scores.items()}
     run.pins |= {pin for word in words for pin in word.pins}
-    _warn_of_lost_records(run, [word.has_recorded for word in words])
-    return words
-
-
-def _warn_of_lost_records(run: Run, has_recorded: Sequence[bool]) -> None:
-    ranks = [rank for rank, has_recorded in enumerate(has_recorded) if has_recorded]
-    if run.rank == 0 and run.num_saves < 2 and ranks and not {*ranks} & {*run.writers}:
+    recording = [rank for rank, word in enumerate(words) if word.has_recorded]
+    if run.rank == 0 and run.num_saves == 1 and recording and not {*recording} & {*run.writers}:
+        name = run.coordinator.name(recording[0])
         log.warning(
-            f"warning: mpiddp.log_metrics is called on {run.coordinator.name(ranks[0])}, which writes no "
-            "records: call it on rank 0, too."
+            f"warning: {name} calls mpiddp.log_metrics, and rank 0 does not, which records it."
         )
-
-
-def _scores(run: Run) -> dict[int, float]:
-    """The scores of the checkpoints in the folder."""
-    scores = run.records.scores
-    steps = map(folders.step_of, folders.list_steps(run.dir.checkpoints) if scores else ())
-    return {step: scores[step] for step in steps if step in scores}
+    return words
 
 
 # Copy
@@ -248,7 +237,14 @@ class Save:
                 self._write_and_publish()
                 is_saved = True
                 self._prune()
-                problem = self._upload()
+                is_other = self.has_shards and run.is_writer and run.rank != 0
+                push = run.options.bucket.push_shards if is_other and run.options.bucket else None
+                work = partial(push, self.new.final) if push else list
+                problem = update_bucket(
+                    run,
+                    partial(self._on_all_ranks, "copied to the bucket", work),
+                    whole=self.new.final,
+                )
             except NoAnswer:
                 raise
             except Exception as error:
@@ -368,22 +364,6 @@ class Save:
             why = f"cannot remove old checkpoints: {error.strerror}"
             log.warning(f"warning: {run.dir.checkpoints}: {why}.")
 
-    def _upload(self) -> str:
-        """Bring the bucket up to date; why this has failed, or "". Rank 0 comes last, and completes it."""
-        run, final = self.run, self.new.final
-        if (bucket := run.options.bucket) is None:
-            return ""
-        try:
-            if self.has_shards and run.is_writer and run.rank != 0:
-                self._on_all_ranks("copied to the bucket", partial(bucket.push_shards, final))
-            elif self.has_shards:
-                self._on_all_ranks("copied to the bucket", list)
-        except OSError as error:
-            return _not_in(run, final.name, error)
-        except JobFailed as error:  # the other rank says why
-            return str(error)
-        return update_bucket(run, final)
-
     def _failed(self, reason: str) -> str:
         """Why the save has failed, and which older checkpoint is kept."""
         root = self.run.dir.checkpoints
@@ -400,20 +380,28 @@ class Save:
         return self._failed(reason_of(error) or type(error).__name__)
 
 
-def update_bucket(run: Run, whole: Path | None = None) -> str:
-    """Bring the bucket up to date, on rank 0; why this has failed, or "". `whole`: see `Bucket.update`."""
+def update_bucket(
+    run: Run, push_shards: Callable[[], object] = list, *, whole: Path | None = None
+) -> str:
+    """Bring the bucket up to date, on rank 0 after the shards of the others. Returns why it is not, or "".
+
+    `whole`: see `Bucket.update`.
+    """
+    steps = folders.list_steps(run.dir.checkpoints)
+    if (bucket := run.options.bucket) is None or not steps:
+        return ""
     try:
-        if run.bucket and (steps := folders.list_steps(run.dir.checkpoints)):
-            run.bucket.update(run.dir.path, run.wishes(), whole=whole)
+        push_shards()
+        if run.rank == 0:
+            bucket.update(run.dir.path, run.wishes(), whole=whole)
+        if run.rank != 0 or bucket.is_whole(steps[-1].name):
+            return ""
+        reason = "other hosts have its shards"
     except OSError as error:
-        return _not_in(run, steps[-1].name, error)
-    return ""
-
-
-def _not_in(run: Run, name: str, error: OSError) -> str:
-    assert run.options.bucket is not None
-    address = run.options.bucket.address
-    return f"{name} is on this disk, and not in {address}: {error.strerror or error}."
+        reason = str(error.strerror or error)
+    except JobFailed as error:  # another rank says why
+        return str(error)
+    return f"{steps[-1].name} is on this disk, and not in {bucket.address}: {reason}."
 
 
 def _lower_priority() -> None:

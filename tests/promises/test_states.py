@@ -500,6 +500,24 @@ def test_the_score_of_a_step(tmp_path):
     assert steps_kept(folders[1]) == [2, 6]
 
 
+LOGS = """
+import mpiddp
+with mpiddp.process_group(backend="gloo") as world:
+    with mpiddp.Checkpoints("run", every=None) as checkpoints:
+        checkpoints.resume()
+        for step in (1, 2, 3):
+            if world.rank == 1:  # as the rank of a pipeline's last stage, which knows the loss
+                mpiddp.log_metrics(step, loss=1.0)
+            checkpoints.save(step, {"step": step})
+"""
+
+
+def test_records_of_a_rank_that_writes_none(here):
+    """If only a rank that does not write calls log_metrics, one line says that nothing is recorded."""
+    done = here.fork(here.script(LOGS), ranks=2).assert_ok()
+    assert done.stderr.count("calls mpiddp.log_metrics, and rank 0 does not") == 1, done.stderr
+
+
 # Scale
 
 

@@ -12,16 +12,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
 import mpiddp
 from mpiddp.checkpoints import folder as directory
+from mpiddp.checkpoints import save as saving
 from mpiddp.checkpoints.folder import About, BrokenCheckpoint
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
+from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError
 from mpiddp.files import read_limited
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -179,6 +182,32 @@ def test_any_key_is_a_file_of_its_own(tmp_path):
 def test_a_key_that_cannot_be_a_file(tmp_path, key):
     with pytest.raises(ValueError, match="file"):
         mpiddp.Checkpoints(tmp_path).save(1, {key: 1})
+
+
+def test_what_ranks_save_goes_to_those_who_write(monkeypatch):
+    """Of 1,000 ranks on two hosts with 20 kB each, 20 MB are gathered, and sent once to the other host."""
+    sent: list[int] = []
+
+    def gather(value: bytes, into: list[bytes] | None, destination: int, group: object) -> None:
+        sent.append(1000 * len(value))
+
+    def gather_to_all(into: list[bytes], value: bytes, group: object) -> None:
+        sent.append(1000 * 1000 * len(value))
+
+    def broadcast(values: list[bytes], source: int, group: object) -> None:
+        assert group == "those who write"
+        sent.append(sum(map(len, values)))
+
+    monkeypatch.setattr(saving.dist, "gather_object", gather)
+    monkeypatch.setattr(saving.dist, "all_gather_object", gather_to_all)
+    monkeypatch.setattr(saving.dist, "broadcast_object_list", broadcast)
+    run: Any = SimpleNamespace(
+        rank=0, world_size=1000, local_rank=0, writers=[0, 500], is_writer=True, group=None
+    )
+    run.to_writers = "those who write"
+    state = FlatState("per_rank", {"position": torch.zeros(10_000, dtype=torch.uint8)})
+    assert len(saving._gather(run, state)) == 1000
+    assert 20_000_000 < sum(sent) < 100_000_000
 
 
 def test_records_need_a_run(tmp_path):
