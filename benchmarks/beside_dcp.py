@@ -1,6 +1,6 @@
 """Measure a save beside torch's distributed checkpoint, and print the table of docs/evidence/performance.md.
 
-    mpiddp launch -n 2 benchmarks/beside_dcp.py --rounds 13
+    mpiddp launch -n 2 -m benchmarks.beside_dcp --rounds 13
 
 `mpiddp.Checkpoints` and DCP's `async_save` take turns in one job, first with a whole model and its AdamW, and
 then under FSDP2. Each save is timed on rank 0: until the training goes on, and until the files are

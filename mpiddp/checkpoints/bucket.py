@@ -19,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from mpiddp.checkpoints import folder as folders
@@ -58,177 +58,156 @@ class Bucket:
         except ImportError:
             raise UserError(f"{address} needs fsspec: pip install s3fs, or gcsfs.") from None
         try:
-            self._files, self._root = url_to_fs(address.rstrip("/"), use_listings_cache=False)
+            files, self._root = url_to_fs(address.rstrip("/"), use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise UserError(f"{address}: {error}.") from None
-        self.address = address
+        self.address, self._files = address, _Files(files, address)
 
-    def names(self) -> list[str]:
-        """The names of the checkpoints, the oldest first, and then of those set aside. Raises OSError."""
-        with self._errors():
-            paths = [Path(name) for name in self._list("checkpoints", kind="directory")]
-            rows = folders.steps_among(paths) + folders.steps_among(paths, set_aside=True)
-            return [path.name for path in rows]
+    def names(self, *, set_aside: bool = False) -> list[str]:
+        """The names of the checkpoints, or of those set aside, whole or not, oldest first. Raises OSError."""
+        paths = map(Path, self._list("checkpoints", kind="directory"))
+        return [path.name for path in folders.steps_among(paths, set_aside=set_aside)]
 
     def is_whole(self, name: str) -> bool:
-        with self._errors():
-            return bool(self._files.exists(self._at(name, COMPLETE)))
+        return bool(self.read("checkpoints", name, COMPLETE))
 
     def size_of(self, name: str) -> int:
         """The bytes of a checkpoint. Raises OSError."""
-        with self._errors():
-            return int(self._files.du(self._at(name)))
+        return int(self._files.du(self._at("checkpoints", name)))
 
     def fetch(self, run: Path, name: str) -> Path:
         """The local folder of a checkpoint, which is downloaded if it is not there. Raises OSError."""
         local = run / "checkpoints" / name
-        with self._errors():
-            if not (self._is_same(local) and _is_whole(local)):
-                new = NewFolder(local)
-                new.path.mkdir(parents=True)
-                try:
-                    for file in self._list("checkpoints", name):
-                        self._files.get_file(self._at(name, file), str(new.path / file))
-                    new.publish()
-                finally:
-                    new.discard()
+        if not (self._has(local) and _is_whole(local)):
+            new = NewFolder(local)
+            new.path.mkdir(parents=True)
+            try:
+                for file in self._list("checkpoints", name):
+                    self._files.get_file(self._at("checkpoints", name, file), str(new.path / file))
+                new.publish()
+            finally:
+                new.discard()
         return local
 
     def fetch_records(self, run: Path) -> None:
-        """Bring the small files of the run's folder, with its wishes and its pins. Raises OSError."""
-        with self._errors():
-            run.mkdir(parents=True, exist_ok=True)
-            for file in {*RECORDS} & {*self._list()}:
-                self._files.get_file(f"{self._root}/{file}", str(run / file))
-            for name in self._list(PINS):
-                (run / PINS).mkdir(exist_ok=True)
-                (run / PINS / name).touch()
+        """Bring the small files of the run's folder. Raises OSError."""
+        run.mkdir(parents=True, exist_ok=True)
+        for file in {*RECORDS} & {*self._list()}:
+            self._files.get_file(self._at(file), str(run / file))
 
     def update(self, run: Path, wishes: Wishes, *, whole: Path | None = None) -> None:
         """Copy the checkpoints that are newer than those of the bucket, and remove there what no wish keeps.
 
         `whole`: a checkpoint whose other shards the other ranks have copied before. Raises OSError.
         """
-        with self._errors():
-            for checkpoint in reversed(folders.list_steps(run / "checkpoints")):
-                if self._is_same(checkpoint):
-                    break
-                if checkpoint == whole or _is_whole(checkpoint):
-                    self._remove_file(self._at(checkpoint.name, COMPLETE))
-                    self._push_files(checkpoint)
-                    self._files.put_file(
-                        str(checkpoint / COMPLETE), self._at(checkpoint.name, COMPLETE)
-                    )
-            for step in wishes.pins:
-                self.write(f"{PINS}/{folders.name_of_step(step)}", "")
-            for file in RECORDS:
-                if (run / file).is_file():
-                    self._files.put_file(str(run / file), f"{self._root}/{file}")
-            wishes = replace(wishes, pins=self.pins())
-            paths = [Path(name) for name in self.names()]
-            here, aside = (
-                [p for p in paths if folders.is_set_aside(p) == a] for a in (False, True)
-            )
-            for path in surplus(here, aside, wishes, lambda path: self.is_whole(path.name)):
-                self._remove(path.name)
+        for checkpoint in reversed(folders.list_steps(run / "checkpoints")):
+            if self._has(checkpoint):
+                break
+            if checkpoint == whole or _is_whole(checkpoint):
+                self._remove(checkpoint.name, COMPLETE)
+                self.push_shards(checkpoint)
+                self._put(checkpoint / COMPLETE, "checkpoints", checkpoint.name)
+        for step in wishes.pins:
+            self.write(f"{PINS}/{folders.name_of_step(step)}", "")
+        for file in RECORDS:
+            if (run / file).is_file():
+                self._put(run / file)
+        wishes = replace(wishes, pins=self.pins())
+        here, aside = (map(Path, self.names(set_aside=is_aside)) for is_aside in (False, True))
+        for path in surplus([*here], [*aside], wishes, lambda path: self.is_whole(path.name)):
+            self._remove(path.name)
 
     def push_shards(self, checkpoint: Path) -> None:
-        """Copy the files of another rank than the one that completes the checkpoint. Raises OSError."""
-        with self._errors():
-            self._push_files(checkpoint)
+        """Copy the files of a checkpoint but for the one that makes it whole. Raises OSError."""
+        for path in checkpoint.iterdir():
+            if path.name != COMPLETE:
+                self._put(path, "checkpoints", checkpoint.name)
 
     def set_aside(self, step: int) -> None:
         """Rename the checkpoints of later steps. Each is whole under one of the names. Raises OSError."""
-        names = self.names()
-        for name in names:
-            is_later = not folders.is_set_aside(Path(name)) and step_of(Path(name)) > step
-            if not is_later or not self.is_whole(name):
+        for name in self.names():
+            content = self.read("checkpoints", name, COMPLETE)
+            if step_of(Path(name)) <= step or not content:
                 continue
-            aside = next(aside for aside in folders.aside_names(name) if aside not in names)
-            with self._errors():
-                content = self._files.cat_file(self._at(name, COMPLETE))
-                self._remove_file(self._at(name, COMPLETE))
-                for file in self._list("checkpoints", name):
-                    self._files.cp_file(self._at(name, file), self._at(aside, file))
-                self._files.pipe_file(self._at(aside, COMPLETE), content)
-                self._remove(name)
+            taken = self.names(set_aside=True)
+            aside = next(aside for aside in folders.aside_names(name) if aside not in taken)
+            self._remove(name, COMPLETE)
+            for file in self._list("checkpoints", name):
+                source, target = (self._at("checkpoints", n, file) for n in (name, aside))
+                self._files.cp_file(source, target)
+            self._files.pipe_file(self._at("checkpoints", aside, COMPLETE), content)
+            self._remove(name)
 
     def wishes(self) -> Wishes:
         """Those of the run. Raises OSError."""
-        with self._errors():
-            has_wishes = WISHES in self._list()
-            content = self._files.cat_file(f"{self._root}/{WISHES}") if has_wishes else b"{}"
-            return Wishes.parse(content, self.pins())
+        return Wishes.parse(self.read(WISHES), self.pins())
 
     def pins(self) -> set[int]:
-        with self._errors():
-            return {step_of(pin) for pin in folders.steps_among(map(Path, self._list(PINS)))}
+        return {step_of(pin) for pin in folders.steps_among(map(Path, self._list(PINS)))}
+
+    def read(self, *parts: str) -> bytes:
+        """The contents of a file of the run's folder, b"" if it is missing. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            return bytes(self._files.cat_file(self._at(*parts)))
+        return b""
 
     def write(self, file: str, content: str) -> str:
         """Write a small file into the run's folder, such as a pin. Returns its address. Raises OSError."""
-        with self._errors():
-            self._files.pipe_file(f"{self._root}/{file}", content.encode())
+        self._files.pipe_file(self._at(file), content.encode())
         return f"{self.address}/{file}"
 
-    def rewound_to(self) -> int:
-        """The step to which `mpiddp checkpoints rewind` takes the next resume; -1 without one."""
-        with self._errors():
-            return (
-                int(self._files.cat_file(f"{self._root}/{REWIND}"))
-                if REWIND in self._list()
-                else -1
-            )
-
     def end_rewind(self) -> None:
-        with self._errors():
-            self._remove_file(f"{self._root}/{REWIND}")
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._at(REWIND))
 
-    def _at(self, name: str, file: str = "") -> str:
-        return f"{self._root}/checkpoints/{name}/{file}".rstrip("/")
+    def _at(self, *parts: str) -> str:
+        return "/".join((self._root, *parts))
 
-    def _is_same(self, local: Path) -> bool:
+    def _put(self, path: Path, *folder: str) -> None:
+        self._files.put_file(str(path), self._at(*folder, path.name))
+
+    def _has(self, local: Path) -> bool:
         """Whether the bucket has the checkpoint of this folder, whole."""
-        try:
-            content: bytes = self._files.cat_file(self._at(local.name, COMPLETE))
-            return content == (local / COMPLETE).read_bytes()
-        except FileNotFoundError:
-            return False
-
-    def _push_files(self, checkpoint: Path) -> None:
-        for path in checkpoint.iterdir():
-            if path.name != COMPLETE:
-                self._files.put_file(str(path), self._at(checkpoint.name, path.name))
+        with contextlib.suppress(FileNotFoundError):
+            content = (local / COMPLETE).read_bytes()
+            return content == self.read("checkpoints", local.name, COMPLETE)
+        return False
 
     def _list(self, *parts: str, kind: str = "file") -> list[str]:
         """The names of the files in a folder of the run, [] if it is missing."""
-        try:
-            rows = self._files.ls("/".join((self._root, *parts)), detail=True)
-        except FileNotFoundError:
-            return []
+        rows: list[dict[str, str]] = []
+        with contextlib.suppress(FileNotFoundError):
+            rows = self._files.ls(self._at(*parts), detail=True)
         names = [row["name"].rstrip("/").rpartition("/")[2] for row in rows if row["type"] == kind]
         return sorted(filter(None, names))
 
-    def _remove(self, name: str) -> None:
-        """Remove a checkpoint, whole or not."""
-        self._remove_file(self._at(name, COMPLETE))
-        if self._files.exists(self._at(name)):
-            self._files.rm(self._at(name), recursive=True)
-
-    def _remove_file(self, path: str) -> None:
+    def _remove(self, name: str, file: str = "") -> None:
+        """Remove a file of a checkpoint; or all of it, whole or not, beginning with COMPLETE."""
         with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(path)
+            self._files.rm_file(self._at("checkpoints", name, file or COMPLETE))
+        if not file and self._files.exists(self._at("checkpoints", name)):
+            self._files.rm(self._at("checkpoints", name), recursive=True)
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, OSError) and (
-                error.errno == errno.ENOSPC or error.filename == self.address
-            ):
-                raise  # the local disk is full, or an inner call has named the bucket
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise OSError(errno.EIO, reason, self.address) from error
+
+class _Files:
+    """A file system of fsspec, each of whose errors is an OSError that names the address."""
+
+    def __init__(self, files: Any, address: str) -> None:
+        self._files, self._address = files, address
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return getattr(self._files, name)(*arguments, **options)
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                    raise  # the local disk is full
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise OSError(errno.EIO, reason, self._address) from error
+
+        return call
 
 
 def _is_whole(checkpoint: Path) -> bool:

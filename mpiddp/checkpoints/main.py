@@ -65,34 +65,27 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _list(place: Place) -> int:
-    """Print name, size, time and state of each checkpoint, and what the wishes of its run say of it."""
-    wishes = place.wishes()
+    """Print name, size, time and state of each checkpoint, and what the wishes of its run say of it.
+
+    The state compares sizes only.
+    """
+    wishes, bucket = place.wishes(), place.bucket
     best = wishes.best_step([step_of(folder) for folder in place.checkpoints])
     for folder in (*place.checkpoints, *place.aside):
-        is_aside, step = folders.is_set_aside(folder), step_of(folder)
-        marks = {
-            "best": step == best and not is_aside,
-            "pinned": step in wishes.pins,
-            "set aside": is_aside,
-        }
-        words = [word for word, is_true in marks.items() if is_true]
-        for size, written, state in _facts(place, folder):
-            line = "  ".join((folder.name, f"{size_text(size):>13}", written, state, *words))
-            print(line)
+        for _ in _held(folder) if bucket is None else (None,):
+            if bucket:
+                size, written, words = bucket.size_of(folder.name), "", ["whole"]
+            else:
+                size = sum(path.lstat().st_size for path in folder.iterdir())
+                written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+                is_intact = folders.is_verified(folder, with_hashes=False)
+                words = ["intact" if is_intact else "broken"]
+            step, is_aside = step_of(folder), folders.is_set_aside(folder)
+            words += ["best"] if step == best and not is_aside else []
+            words += ["pinned"] if step in wishes.pins else []
+            words += ["set aside"] if is_aside else []
+            print("  ".join((folder.name, f"{size_text(size):>13}", written, *words)))
     return 0
-
-
-def _facts(place: Place, folder: Path) -> Iterator[tuple[int, str, str]]:
-    """Size, time and state of a checkpoint. On a disk, the state compares sizes only."""
-    if bucket := place.bucket:
-        state = "whole" if bucket.is_whole(folder.name) else "incomplete"
-        yield bucket.size_of(folder.name), "", state
-        return
-    for _ in _held(folder):
-        size = sum(path.lstat().st_size for path in folder.iterdir())
-        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
-        state = "intact" if folders.is_verified(folder, with_hashes=False) else "broken"
-        yield size, written, state
 
 
 def _verify(folder: Path) -> int:
@@ -129,12 +122,12 @@ def _mark(path: str, place: Place, verb: str, step: int) -> int:
     name = folders.name_of_step(step)
     if name not in names:
         raise UserError(f"{path} has no {name}. It has: {listed(names)}.")
-    file, content = (f"{PINS}/{name}", "") if verb == "pin" else (REWIND, f"{step}\n")
-    where = place.write(file, content)
-    done = f"pinned. To unpin it, remove {where}"
-    print(
-        f"checkpoint {name}: {done if verb == 'pin' else 'the next resume begins here, on all hosts'}"
-    )
+    if verb == "pin":
+        done = f"pinned. To unpin it, remove {place.write(f'{PINS}/{name}', '')}"
+    else:
+        place.write(REWIND, f"{step}\n")
+        done = "the next resume begins here, on all hosts"
+    print(f"checkpoint {name}: {done}")
     return 0
 
 

@@ -45,12 +45,11 @@ class Place(NamedTuple):
 
         address, name = split_address(path)
         bucket, run = Bucket(address), local_path(address)
-        there = [run / "checkpoints" / n for n in bucket.names() if not name or n == name]
-        checkpoints = [path for path in folders.steps_among(there) if bucket.is_whole(path.name)]
-        aside = folders.steps_among(there, set_aside=True)
-        if not (checkpoints or aside):
+        names = list(filter(bucket.is_whole, [name] if name else bucket.names()))
+        if not names:
             raise UserError(f"{path} contains no checkpoints.")
-        return cls(checkpoints or aside, aside if checkpoints else [], run, bucket)
+        root, later = run / "checkpoints", [] if name else bucket.names(set_aside=True)
+        return cls([root / name for name in names], [root / name for name in later], run, bucket)
 
     def wishes(self) -> Wishes:
         """Which of them the run keeps. Raises OSError."""

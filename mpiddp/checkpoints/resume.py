@@ -87,9 +87,8 @@ def list_copies(run: Run) -> tuple[int, list[Copy]]:
             step, pins = rewound_to(run.dir.path), pinned_in(run.dir.path)
         if bucket := run.bucket:
             paths = [root / name for name in bucket.names() if bucket.is_whole(name)]
-            there = folders.steps_among(paths)
-            here += [Copy(0, str(p), folders.step_of(p), in_bucket=True) for p in there]
-            step, pins = max(step, bucket.rewound_to()), pins | bucket.pins()
+            here += [Copy(0, str(p), folders.step_of(p), in_bucket=True) for p in paths]
+            step, pins = max(step, int(bucket.read(REWIND) or -1)), pins | bucket.pins()
     answers: list[Any] = run.gather([step, sorted(pins), here])
     steps, pinned, rows = zip(*answers, strict=True)
     step = max(steps)

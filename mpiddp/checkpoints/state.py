@@ -122,9 +122,7 @@ class FlatState:
         if kind is Tensor or kind is torch.nn.Parameter or is_sharded(value):
             return self._flatten_tensor(path, value)
         plain = _plain(value)
-        if (
-            type(plain) is not kind
-        ):  # what an object's state_dict returns may have a plain form, too
+        if type(plain) is not kind:  # what a state_dict() returns may have a plain form, too
             return self._flatten(path, plain)
         if kind in LISTS:
             rows = (self._flatten((*path, index), row) for index, row in enumerate(value))

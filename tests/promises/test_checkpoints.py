@@ -745,7 +745,9 @@ def test_hsdp_resumes_bit_for_bit(hosts):
     assert resumed_step(done) == 4
     expected = contents(whole, 6)
     assert unequal(contents(resumed, 6), expected) == []
-    parts = [expected[f"shard_{rank:05d}"] for rank in range(4)]
+    parts = [
+        expected[f"shard_{rank:05d}"] for rank in range(2)
+    ]  # ranks 2 and 3 have the same shards
     saved = sum(each.numel() for part in parts for each in part.values())
     assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
 
