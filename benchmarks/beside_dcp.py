@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def measured(folder: Path, rounds: int, *, is_sharded: bool) -> dict[str, list[l
             if variant == DCP:
                 weights, states = get_state_dict(model, optimizer)
                 state = {"model": weights, "optimizer": states}
-                future = dcp.async_save(state, checkpoint_id=folder / f"dcp{step}")
+                future: Any = dcp.async_save(state, checkpoint_id=folder / f"dcp{step}")
                 blocked = time.perf_counter() - start
                 future.result()
             else:
