@@ -27,9 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mpiddp
-from benchmarks.harness import markdown
+from benchmarks.harness import markdown, turns
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import turns
 from mpiddp.runtime.job.session import current
 
 OURS, AGAIN, DCP = "mpiddp", "mpiddp again", "DCP"

@@ -351,9 +351,9 @@ class Training:
         saved.load_into(model=self.model, optimizer=self.optimizer)
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        if saved.world_size == self.world_size:
+        if saved.per_rank and saved.world_size == self.world_size:
             self.model.load_state_dict(saved.per_rank["model"], strict=False)
-        else:  # other ranks begin with the mean of all statistics, and with freshly seeded generators
+        else:  # other ranks, or runs, begin with the mean of all statistics, and freshly seeded generators
             self.seed()
 
 
