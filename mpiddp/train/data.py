@@ -251,17 +251,19 @@ def reflect_index(size: int, pad: int) -> Tensor:
 
 
 def views_of(images: Tensor, number: int) -> list[tuple[float, Tensor]]:
-    """So many views of the images [N, C, H, W], and the weight of each: 2 with the mirror images, or 6.
+    """So many views of the images [N, C, H, W], and the weight of each: 1, 2 with the mirror images, or 6.
 
     Four of 6 are shifted by a pixel, up and left or down and right, and count half, as in Jordan's airbench.
     """
-    assert number in (2, 6), number
+    if number == 1:
+        return [(1.0, images)]
     if number == 2:
         return [(1 / 2, images), (1 / 2, images.flip(3))]
     large = F.pad(images, (1, 1, 1, 1), mode="reflect")
-    shifted = (large[:, :, :-2, :-2], large[:, :, 2:, 2:])
-    views = [(1 / 4, image) for image in (images, images.flip(3))]
-    return views + [(1 / 8, image) for view in shifted for image in (view, view.flip(3))]
+    shifted = views_of(large[:, :, :-2, :-2], 2) + views_of(large[:, :, 2:, 2:], 2)
+    return [(weight / 2, view) for weight, view in views_of(images, 2)] + [
+        (weight / 4, view) for weight, view in shifted
+    ]
 
 
 # One stream for all epochs, because the allocator keeps separate memory for each stream.

@@ -946,7 +946,7 @@ class Records:
             "steps": self.step,
             "train_loss": self._train_loss,
             "test_accuracy": score and score.accuracy,
-            "accuracy_of_views": score and score.accuracy_of_views,
+            "accuracy_of_views": score.accuracy_of_views if score and config.views > 1 else None,
             "test_images": None if data.test is None else data.test.num_images,
             "parallel": config.parallel,
             "images_per_s": config.global_batch_size / mean(times) if times else None,

@@ -66,7 +66,7 @@ class Recipe:
 
 # A small net learns CIFAR in few epochs. It learns shapes in less time on smaller images (DAWNBench 2018).
 _SMALL = Recipe(arch="whitened_resnet8", stem="whitened", batch_size=128, max_shift=2,
-                optimizer="muon", lr=0.25, label_smoothing=0.1)  # fmt: skip
+                optimizer="muon", lr=0.25, label_smoothing=0.1, views=6)  # fmt: skip
 _FOLDER = Recipe("image-folder", 224, stem="imagenet", weight_decay=1e-4)  # as torchvision
 RECIPES = {
     "cifar10, cpu with bf16": replace(_SMALL, epochs=12, sides=(16,) * 6 + (24,) * 3 + (32,) * 3),
@@ -110,7 +110,7 @@ class Score:
 
     accuracy: float  # the fraction of images that it classifies
     loss: float  # the mean cross-entropy, without label smoothing
-    accuracy_of_views: float | None  # by the mean of the logits of several views of each image
+    accuracy_of_views: float  # by the mean of the logits of several views of each image
 
 
 class Training:
@@ -258,17 +258,16 @@ class Training:
         with parallel.scored_weights(self.model, self.changed_to_score()), self.autocast():
             for (images, labels), is_beyond in zip(batches, beyond, strict=True):
                 labels = labels.masked_fill(is_beyond.to(self.device), IGNORED)
-                logits = self.scored(images).float()
-                totals[0] += (logits.argmax(1) == labels).sum()
-                totals[1] += F.cross_entropy(logits, labels, reduction="sum")
+                parts, shown = zip(*datasets.views_of(images, views), strict=True)
+                by_view = [self.scored(view).float() for view in shown]  # first the image itself
+                mean = sum(part * logits for part, logits in zip(parts, by_view, strict=True))
+                totals[0] += (by_view[0].argmax(1) == labels).sum()
+                totals[1] += F.cross_entropy(by_view[0], labels, reduction="sum")
                 totals[2] += (labels != IGNORED).sum()
-                if views > 1:
-                    shown = datasets.views_of(images, views)
-                    mean = sum(part * self.scored(view).float() for part, view in shown)
-                    totals[3] += (mean.argmax(1) == labels).sum()
+                totals[3] += (mean.argmax(1) == labels).sum()
         dist.all_reduce(totals)
         accuracy, loss, _, of_views = (totals / totals[2]).tolist()
-        return Score(accuracy, loss, of_views if views > 1 else None)
+        return Score(accuracy, loss, of_views)
 
     def changed_to_score(self) -> Mapping[str, Tensor]:
         return parallel.statistics_of(self.model)
@@ -320,7 +319,7 @@ class Training:
         values = {"test_accuracy": score.accuracy, "test_loss": score.loss}
         mpiddp.log_metrics(made.number, epoch=made.epoch, **values)
         log.info(f"epoch {made.epoch + 1}/{self.recipe.epochs}  test accuracy {score.accuracy:.2%}")
-        if score.accuracy_of_views is not None:
+        if made.is_last and self.recipe.views > 1:
             log.info(f"with {self.recipe.views} views of each image {score.accuracy_of_views:.2%}")
         self._began = time.perf_counter()
         return score
