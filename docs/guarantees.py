@@ -37,8 +37,8 @@ _LIMITS = """
   run.
 - **A resume on three ranks or more may differ in the last bit** in a script of your own, because DDP sums
   the gradients in another order after its first step. `mpiddp train` fixes that order, so it resumes exactly.
-- **A DataLoader is resumed exactly only between epochs**, unless you use
-  [`mpiddp.Sampler`](your-own-script.md#4-divide-the-samples-among-the-ranks).
+- **A DataLoader begins its epoch again,** unless the script leaves out the batches that are done, or uses
+  [`mpiddp.Sampler`](your-own-script.md#4-a-whole-loop-with-epochs).
 - **A node that dies ends a Slurm job,** unless the job has [`--no-kill`](slurm.md#a-node-that-dies).
 - **Nothing is encrypted, and torch's own ports have no password.** Use mpiddp in a
   [network that you trust](security.md).

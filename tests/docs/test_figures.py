@@ -24,8 +24,8 @@ FIGURES = [
     ("checkpoints", "tensors of up to {:,} integers", agreement._SMALL),
     ("checkpoints", "and every {}, compare", {10: "tenth"}[save.COMPARED_SAVES]),
     ("restarts", "A host is lost after {:.0f} s of silence", LaunchOptions.lost_s),
-    ("failures", "a second Ctrl-C ({:.1f} s later or more)", control._REPEAT_OF_CTRL_C_S),
-    ("failures", "another signal twice ({:.0f} s)", control._REPEAT_S),
+    ("stop", "a second Ctrl-C ({:.1f} s later or more)", control._REPEAT_OF_CTRL_C_S),
+    ("stop", "another signal twice ({:.0f} s)", control._REPEAT_S),
     ("slurm", "{:.0f} minutes before the limit", int(SIGNAL_S[1]) / 60),
 ]
 

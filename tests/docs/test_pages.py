@@ -149,8 +149,8 @@ TIMES = [  # of the program, in sentences of the pages
     ("hangs", "It is {:.0f} min if mpiddp forms", COLLECTIVE_TIMEOUT_S / 60),
     ("hangs", "within `--timeout` ({:.0f} s)", names.JOIN_TIMEOUT_S),
     ("failures", "`--failed-grace` ({:.0f} s)", names.FAILED_GRACE_S),
-    ("failures", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
-    ("failures", "is saving has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
+    ("stop", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
+    ("stop", "is saving has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
     ("failures", "After {:.0f} s, their scripts get SIGTERM", coordinator.GRACE_S),
     ("containers", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
     ("restarts", "waits, at first for {:.0f} s", job._FIRST_PAUSE_S),
@@ -380,6 +380,18 @@ def test_the_page_shows_the_lines_of_the_example():
         lines = stripped(block) - {"..."}
         assert lines, step
         assert lines <= stripped(EXAMPLE.read_text()), step
+
+
+def test_the_page_shows_the_lines_of_the_whole_loop():
+    section = (
+        (ROOT / "docs/your-own-script.md")
+        .read_text()
+        .partition("\n## 4. ")[2]
+        .partition("\n## ")[0]
+    )
+    shown = [stripped(block.partition("```")[0]) for block in section.split("```python\n")[1:]]
+    for lines, name in zip(shown, ("epochs.py", "epochs_on_any_ranks.py"), strict=True):
+        assert lines - {"..."} <= stripped((ROOT / "examples" / name).read_text()), name
 
 
 def test_the_page_shows_lines_that_each_step_adds():
