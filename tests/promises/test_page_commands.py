@@ -183,3 +183,40 @@ def counted(done: Done) -> tuple[int, int]:
     """The lines, and the tracebacks."""
     assert done.code == 1
     return len(lines_of(done)), done.stderr.count("Traceback (most recent call last)")
+
+
+SPAWNS = """
+import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+
+def main(rank, world_size, port):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(port)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    numbers = torch.ones(1)
+    dist.all_reduce(numbers)
+    print(f"sum {numbers.item():g}\\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    mp.spawn(main, args=(2, port), nprocs=2)
+"""
+RANK_0_SAVES = """
+import os, torch, torch.distributed as dist
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", rank=rank, world_size=world_size)
+if rank == 0:
+    torch.save({"step": 1}, "model.pt")
+dist.barrier()
+print(f"saved {torch.load('model.pt')['step']}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "line"), [(SPAWNS, 1, "sum 2"), (RANK_0_SAVES, 2, "saved 1")]
+)
+def test_what_my_script_may_keep(here: Here, script, ranks, line):
+    """What docs/my-script.md says to leave as it is runs: mp.spawn on one rank, torch.save on rank 0."""
+    done = here.run("launch", "-H", f"localhost:{ranks}", here.script(script)).assert_ok()
+    assert done.lines == [line] * 2

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from mpiddp.train import data as datasets
 from mpiddp.train.data import ImageFolder
 from mpiddp.train.muon import fast_dtype
 from mpiddp.train.resnet import ARCHS
-from tests.support import tiny_data
+from tests.support import installs, tiny_data
 from tests.support.cluster import lacking
 from tests.support.place import Done, Here, Place, program
 from tests.support.ranks import ROOT, mpirun_command
@@ -544,6 +545,44 @@ def test_series(here, one_device, script, later):
     later = series(here, ["python", *later.split()], script, 4)
     assert (list(first), list(later)) == (["1", "2"], ["3", "4"])
     assert first | later == pytest.approx(one_device, rel=1e-4)
+
+
+# From step 27 on, in the middle of an epoch of 20, each step takes a while, so that the stop comes there.
+SLOW = """
+            if step == 27 and rank == 0 and not saved:
+                print("in the middle", flush=True)
+            time.sleep(0.3 * (step >= 27 and not saved))
+"""
+
+
+@pytest.mark.parametrize("script", ["epochs.py", "epochs_on_any_ranks.py"])
+def test_the_loop_of_the_guide(here, script):
+    """The whole loop of docs/your-own-script.md resumes in the middle of an epoch, with the same bits.
+
+    It has epochs, a DataLoader with workers, a progress bar, and a validation.
+    """
+    env = installs.environment("transformers")  # it brings tqdm
+    for name in ("epochs.py", "epochs_on_any_ranks.py"):
+        shutil.copy(ROOT / "examples" / name, here.folder)
+    where = ("launch", "--grace", "600", *here.where(2))
+    here.run(*where, script, env=env).assert_ok()
+    whole = mpiddp.load(here.folder / "runs/epochs")
+    shutil.rmtree(here.folder / "runs")
+    text = (here.folder / script).read_text()
+    assert text.count("            step += 1\n") == 1
+    slow = text.replace("            step += 1\n", f"            step += 1{SLOW}")
+    (here.folder / script).write_text(slow.replace("import os\n", "import os\nimport time\n", 1))
+    job = here.start(*where, script, env=env).until("in the middle")
+    job.signal(signal.SIGINT).wait().assert_code(75)
+    (step,) = steps_kept(here.folder / "runs/epochs")[-1:]
+    assert step > 27
+    assert step % 20
+    done = here.run(*where, script, env=env).assert_ok()
+    epochs = [line.partition(":")[0] for line in done.lines if ": accuracy" in line]
+    assert epochs == [f"epoch {epoch}" for epoch in range(step // 20, 5)]
+    resumed = mpiddp.load(here.folder / "runs/epochs")
+    assert (resumed.step, whole.step) == (100, 100)
+    assert unequal(resumed.state, whole.state) == []
 
 
 def test_gpt_example(here):
