@@ -93,7 +93,7 @@ def _table(parser: argparse.ArgumentParser) -> str:
 def _name(action: argparse.Action) -> str:
     value = ""
     if action.nargs != 0:
-        value = str(action.metavar or action.dest)
+        value = str(action.metavar or action.dest.upper())  # as --help prints it
         if action.choices is not None:
             value = "{" + ",".join(map(str, action.choices)) + "}"
     return f"{', '.join(action.option_strings)} {value}".strip().replace("|", "\\|")
