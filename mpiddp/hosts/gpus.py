@@ -37,6 +37,7 @@ _BY_NUMBER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 VISIBLE = (*_BY_NUMBER, "ROCR_VISIBLE_DEVICES")
 _ORDER = "CUDA_DEVICE_ORDER"
 _HIDES_ALL = ("", "-1")
+_WHOLE_NUMBER = re.compile("-?[0-9]+")
 
 _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
 # A driver says "GPU 0000:44:00.0", a newer driver says "GPU2: 0000:44:00.0".
@@ -190,17 +191,18 @@ def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
 
 
 def chosen_gpus(
-    gpus: Sequence[Gpu], env: Mapping[str, str], numbers: Sequence[int] | None = None
+    gpus: Sequence[Gpu], env: Mapping[str, str], numbers: Sequence[int | str] | None = None
 ) -> list[int | None]:
     """The numbers of the GPUs that a host's ranks see, in their order.
 
     If no variable hides all, the ranks see the GPUs of `numbers`, or else those that a variable names by a
-    number or the beginning of a UUID. Any other name, for example of a part of a GPU (MIG-…), becomes None.
+    number or the beginning of a UUID. Its list ends before the first word that names no GPU, such as -1. A
+    part of a GPU (MIG-…) becomes None.
     """
     if hides_all_gpus(env):
         return []
     if numbers is not None:
-        return [*numbers]
+        return [number if isinstance(number, int) else None for number in numbers]
     named = next((env[name] for name in VISIBLE if name in env), None)
     if named is None:
         return [*range(len(gpus))]
@@ -208,8 +210,17 @@ def chosen_gpus(
     for word in (word.strip() for word in named.split(",") if word):
         by_uuid = (at for at, gpu in enumerate(gpus) if gpu.uuid.startswith(word))
         is_number = word.isdigit() and len(word) < 5 and int(word) < len(gpus)
-        chosen.append(int(word) if is_number else next(by_uuid, None))
+        number = int(word) if is_number else next(by_uuid, None)
+        has_uuids = any(gpu.uuid for gpu in gpus)  # rocm-smi tells none
+        if number is None and (_WHOLE_NUMBER.fullmatch(word) or (has_uuids and not is_part(word))):
+            break
+        chosen.append(number)
     return chosen
+
+
+def is_part(name: str) -> bool:
+    """Whether this names a part of a GPU. CUDA shows a process the first part of a list alone."""
+    return name.startswith("MIG-")
 
 
 def _of_sysfs(address: str) -> str:
@@ -287,8 +298,10 @@ def is_of_one_host(name: str, value: str) -> bool:
     return name in VISIBLE and value not in _HIDES_ALL
 
 
-def for_numbers(gpus: Sequence[int], env: Mapping[str, str]) -> dict[str, str]:
+def for_numbers(gpus: Sequence[int | str], env: Mapping[str, str]) -> dict[str, str]:
     """The variables that choose these GPUs, numbered as nvidia-smi does unless `env` says otherwise."""
     numbers = ",".join(map(str, gpus))
+    if is_part(numbers):
+        return {_BY_NUMBER[0]: numbers}
     order = {} if _ORDER in env else {_ORDER: "PCI_BUS_ID"}
     return {**dict.fromkeys(_BY_NUMBER, numbers), **order}

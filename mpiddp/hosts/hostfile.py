@@ -33,7 +33,10 @@ _VALUES = {
     "host": (f"[A-Za-z0-9]{_OF_A_NAME}", _NAME),
     "user": (f"[A-Za-z0-9_]{_OF_A_NAME}", _NAME),
     **dict.fromkeys(("slots", "max_slots", "port"), _NUMBER),
-    "gpus": ("[0-9]{1,3}(,[0-9]{1,3})*", "a list of GPU numbers. Example: node1 gpus=0,2,3"),
+    "gpus": (
+        r"[0-9]{1,3}(,[0-9]{1,3})*|MIG-[\w/-]{1,90}(,MIG-[\w/-]{1,90})*",
+        "a list of GPU numbers, or of names of MIG devices. Example: node1 gpus=0,2,3",
+    ),
 }
 _ADDRESS = re.compile(r"(?=.{1,253}$)([0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)")
 _BRACKETED = re.compile(r"\[([^]]*)\](?::(.*))?")
@@ -51,7 +54,8 @@ class Host:
     max_slots: int | None = None
     user: str | None = None
     port: int | None = None
-    gpus: tuple[int, ...] | None = None  # the numbers of the GPUs that its ranks use; None for all
+    # The numbers of the GPUs that its ranks use, or the names of MIG devices; None for all.
+    gpus: tuple[int | str, ...] | None = None
     ranks: int = 0  # which `launch.plan.placement` sets
     listed: str = ""  # of this machine, for which mpirun gets another `name`: the name in the list
     line: int | None = field(default=None, compare=False)
@@ -252,7 +256,7 @@ def _value(where: str, key: str, text: str, token: str) -> Any:
         raise UserError(f'{where}: "{shown(token)}" is not {expected}')
     if key in ("host", "user"):
         return text
-    numbers = tuple(map(int, text.split(",")))
+    numbers = tuple(int(word) if word.isdigit() else word for word in text.split(","))
     if len(set(numbers)) < len(numbers):
         raise UserError(f'{where}: "{shown(token)}" names a GPU twice. Remove one.')
     return numbers if key == "gpus" else numbers[0]

@@ -6,15 +6,21 @@ import json
 import os
 import sys
 
+from mpiddp.hosts.gpus import is_part
 from mpiddp.hosts.processes import cores_of_group, group_of
 from mpiddp.protocol.variables import GPUS, PLACEMENT
 from mpiddp.world import World
 
 
 def prepare(world: World) -> None:
+    hosts = expected_hosts(os.environ.get(PLACEMENT, ""))
     if text := os.environ.get(GPUS):  # the variables that the launcher has for each host
-        hosts, of_hosts = expected_hosts(os.environ.get(PLACEMENT, "")), json.loads(text)
+        of_hosts = json.loads(text)
         os.environ.update(of_hosts[list(dict.fromkeys(hosts)).index(hosts[world.rank])])
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if is_part(names[0]) and len(names) > 1:  # each rank sees a part of its own
+        local_rank = hosts[: world.rank].count(hosts[world.rank]) if hosts else world.local_rank
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[(local_rank or 0) % len(names)]
     limit_threads(world)
 
 
@@ -38,7 +44,7 @@ def limit_threads(world: World) -> int | None:
 def expected_hosts(placement: str) -> list[str]:
     """The host of each rank: [world_size]. "node1:4,[fd00::1]:2" has ranks 4 and 5 on fd00::1."""
     hosts: list[str] = []
-    for part in placement.split(","):
+    for part in filter(None, placement.split(",")):
         name, _, count = part.rpartition(":")
         hosts += [name.strip("[]")] * int(count)
     return hosts

@@ -313,7 +313,10 @@ def test_the_page_on_containers_names_them(here):
 
 
 def test_the_gpus_of_each_host(hosts):
-    """The ranks of a host see the GPUs of gpus= in the hostfile. -x passes CUDA_VISIBLE_DEVICES."""
+    """The ranks of a host see the GPUs of gpus= in the hostfile. -x passes CUDA_VISIBLE_DEVICES.
+
+    Each rank sees one MIG device of a list.
+    """
     file = hosts.folder / "hosts.txt"
     file.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
     path = tool(hosts.folder / "tools", "nvidia-smi", TWO_GPUS)
@@ -331,6 +334,10 @@ def test_the_gpus_of_each_host(hosts):
     file.write_text("node0 slots=1\nnode1 gpus=0,2\n")
     (sentence,) = hosts.run(*launch, *job, env=env).refusals
     assert re.fullmatch(error("They are", "node1 has 2 GPUs", "GPU 2 (gpus=0,2)"), sentence)
+    file.write_text("node0 gpus=MIG-a,MIG-b,MIG-c\nnode1 gpus=MIG-d\n")
+    assert seen() == [*[("node0", f"MIG-{each}") for each in "abc"], ("node1", "MIG-d")]
+    env["CUDA_VISIBLE_DEVICES"], launch = "MIG-a,MIG-b", ("launch", "-H", "node0")
+    assert seen() == [("node0", "MIG-a"), ("node0", "MIG-b")]
 
 
 def test_slots_and_gpus(hosts):

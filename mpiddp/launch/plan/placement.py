@@ -134,12 +134,13 @@ def _slots(
 def _visible_gpus(host: Host, gpus: Sequence[Gpu], env: Mapping[str, str]) -> int:
     """The number of a host's GPUs that its line, or else `env` of its ranks, leave visible."""
     chosen = chosen_gpus(gpus, env, host.gpus)
-    if chosen and host.gpus and (last := max(host.gpus)) >= len(gpus):
+    numbers = [number for number in host.gpus or () if isinstance(number, int)]
+    if chosen and numbers and (last := max(numbers)) >= len(gpus):
         raise UserError(
             f"{host.name} has {counted(len(gpus), 'GPU')}, so there is no GPU {last} "
-            f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0."
+            f"(gpus={','.join(map(str, numbers))}). They are numbered from 0."
         )
-    return min(len(gpus), len(chosen))
+    return max(min(len(gpus), len(chosen)), chosen.count(None))  # a GPU may have several parts
 
 
 def place(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.gpus import is_part
 from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import current
@@ -144,14 +145,16 @@ def choose_backend(requested: str | None) -> str:
 def device_of(world: World, backend: str) -> torch.device:
     """The device of this rank. Only this function decides on it.
 
-    With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if the launcher shows
-    each rank its own.
+    With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if each rank has
+    its own.
     """
     if backend == "gloo":
         return torch.device("cpu")
     gpu, gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     assert world.local_rank is not None, "the ranks have joined"
-    has_own = gpus == 1 and world.launcher.hides_gpus  # for example with srun --gpus-per-task
+    is_part_of_gpu = is_part(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    # For example with srun --gpus-per-task.
+    has_own = gpus == 1 and (world.launcher.hides_gpus or is_part_of_gpu)
     index = 0 if has_own else world.local_rank
     if gpu is not None and index < gpus:
         return torch.device(gpu.type, index)

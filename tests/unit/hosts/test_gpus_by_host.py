@@ -102,7 +102,10 @@ def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, m
         ({}, None, [0, 1]),
         ({}, (1, 0), [1, 0]),
         ({"CUDA_VISIBLE_DEVICES": "1, 0"}, None, [1, 0]),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-9aac,7,MIG-aa01"}, None, [1, None, None]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-9aac,MIG-aa01,7,0"}, None, [1, None]),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, None, [0]),
+        ({"CUDA_VISIBLE_DEVICES": "1,GPU-77,0"}, None, [1]),
+        ({}, ("MIG-a", "MIG-b"), [None, None]),
         ({"ROCR_VISIBLE_DEVICES": ""}, (0,), []),
     ],
 )

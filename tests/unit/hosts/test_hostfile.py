@@ -59,6 +59,8 @@ def test_gpus_of_a_host():
     """Without slots=, the host has a slot for each."""
     hosts = parse("node1 gpus=0,2,3\nnode2 slots=1 gpus = 1\n")
     assert [(host.slots, host.gpus) for host in hosts.hosts] == [(3, (0, 2, 3)), (1, (1,))]
+    (host,) = parse("node1 gpus=MIG-4a/7/0,MIG-5b\n").hosts
+    assert (host.slots, host.gpus) == (2, ("MIG-4a/7/0", "MIG-5b"))
 
 
 def test_a_private_key_without_its_public_half_is_kept(tmp_path, monkeypatch):
