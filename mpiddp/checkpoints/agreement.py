@@ -201,14 +201,6 @@ def digest_of_values(run: Run, flat: FlatState) -> str:
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
 
 
-class _Odd(NamedTuple):
-    """A tensor that differs between ranks."""
-
-    name: str
-    lowest: int  # of the ranks that have it
-    others: list[int]  # those that have another one
-
-
 def compare_values(run: Run, flat: FlatState) -> None:
     """Compare the tensors whose hashes differ between ranks. A collective: every rank must call it.
 
@@ -218,7 +210,7 @@ def compare_values(run: Run, flat: FlatState) -> None:
     Raises ValueError, the same on all ranks, if one differs by more than rounding.
     """
     parts = _shared_parts(run, flat)
-    exact = [name for name, part in parts.items() if not _is_rounded(part)]
+    exact = {n for n, part in parts.items() if not (part.is_floating_point() or part.is_complex())}
     by_rank: list[Any] = [None] * run.world_size
     told = _hashes_of(parts), exact
     dist.gather_object(told, by_rank if run.rank == 0 else None, 0, group=run.group)
@@ -226,16 +218,16 @@ def compare_values(run: Run, flat: FlatState) -> None:
     dist.broadcast_object_list(sent, 0, group=run.group)
     group: Any = run.group or dist.group.WORLD
     answers: list[list[Any]] = []
-    for tag, odd in enumerate(sent[0][:_SENT]):
-        if run.rank not in (odd.lowest, odd.others[0]):
+    for tag, (name, lowest, others) in enumerate(sent[0][:_SENT]):
+        if run.rank not in (lowest, others[0]):
             continue
-        part = parts[odd.name].resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        part = parts[name].resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         content = part.view(torch.uint8)
-        if run.rank == odd.lowest:
-            group.send([content], odd.others[0], tag).wait()
+        if run.rank == lowest:
+            group.send([content], others[0], tag).wait()
         else:
             received = torch.empty_like(content)
-            group.recv([received], odd.lowest, tag).wait()
+            group.recv([received], lowest, tag).wait()
             answers.append([tag, *_difference(received.view(part.dtype), part)])
     name_of = run.coordinator.name
     for tag, is_rounding, where in sorted(row for rows in run.gather(answers) for row in rows):
@@ -250,8 +242,13 @@ def compare_values(run: Run, flat: FlatState) -> None:
             )
 
 
-def _odd_ones(by_rank: Sequence[tuple[Mapping[str, int], list[str]]], turn: int) -> list[_Odd]:
-    """The tensors that differ: those that are never rounded, or else in each save others first."""
+def _odd_ones(
+    by_rank: Sequence[tuple[Mapping[str, int], set[str]]], turn: int
+) -> list[tuple[str, int, list[int]]]:
+    """The tensors that differ, the lowest rank that has each, and the ranks that have another one.
+
+    If some of the tensors are never rounded, these alone. Otherwise, each turn begins with others.
+    """
     rows: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, (hashes, _) in enumerate(by_rank):
         for name, hashed in hashes.items():
@@ -260,14 +257,9 @@ def _odd_ones(by_rank: Sequence[tuple[Mapping[str, int], list[str]]], turn: int)
     for name, of_rank in rows.items():
         lowest = min(of_rank)
         if others := [rank for rank, hashed in of_rank.items() if hashed != of_rank[lowest]]:
-            odd.append(_Odd(name, lowest, others))
-    exact = {name for _, names in by_rank for name in names}
-    start = turn * _SENT % max(len(odd), 1)
-    return [row for row in odd if row.name in exact] or odd[start:] + odd[:start]
-
-
-def _is_rounded(part: Tensor) -> bool:
-    return part.is_floating_point() or part.is_complex()
+            odd.append((name, lowest, others))
+    exact, start = set.union(*(names for _, names in by_rank)), turn * _SENT % max(len(odd), 1)
+    return [row for row in odd if row[0] in exact] or odd[start:] + odd[:start]
 
 
 def _difference(first: Tensor, value: Tensor) -> tuple[bool, str]:

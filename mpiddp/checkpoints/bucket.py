@@ -4,11 +4,8 @@
     bucket.update(run, wishes)             # after each save: copies what is newer, removes what no wish keeps
     bucket.fetch(run, "step_00001000")     # for a resume or a reader: brings this checkpoint
 
-A run writes its folder on a local disk, and copies it to the bucket. A class in the place of `Path` would be
-larger and less safe: objects can neither be renamed nor locked, so each function that relies on a rename or a
-lock would need a second way. And a resume maps its tensors from verified files, which have to be local all
-the same. So this module alone knows fsspec. Its packages raise errors of many types, and each becomes an
-OSError.
+A run writes its folder on a local disk, and copies it to the bucket, because objects can neither be renamed
+nor locked, and a resume maps its tensors from verified files. This module alone knows fsspec.
 
 A checkpoint in the bucket is whole if it has COMPLETE, which is copied last and removed first. What a bucket
 lacks says nothing about the disk: it may have been away. So nothing local is ever removed for it.
@@ -30,6 +27,7 @@ from mpiddp.checkpoints.retention import surplus
 from mpiddp.checkpoints.wishes import METRICS, PINS, REWIND, WISHES, Wishes
 from mpiddp.errors import UserError
 
+ASIDE = "ASIDE"  # COMPLETE is named so in a checkpoint that is set aside
 # The files of a run's folder that the bucket has, too.
 RECORDS = ("config.json", METRICS, "attempts.jsonl", "summary.json", WISHES)
 
@@ -63,10 +61,10 @@ class Bucket:
             raise UserError(f"{address}: {error}.") from None
         self.address, self._files = address, _Files(files, address)
 
-    def names(self, *, set_aside: bool = False) -> list[str]:
-        """The names of the checkpoints, or of those set aside, whole or not, oldest first. Raises OSError."""
+    def names(self) -> list[str]:
+        """The names of the checkpoints, whole or not, the oldest first. Raises OSError."""
         paths = map(Path, self._list("checkpoints", kind="directory"))
-        return [path.name for path in folders.steps_among(paths, set_aside=set_aside)]
+        return [path.name for path in folders.steps_among(paths)]
 
     def is_whole(self, name: str) -> bool:
         return bool(self.read("checkpoints", name, COMPLETE))
@@ -113,8 +111,8 @@ class Bucket:
             if (run / file).is_file():
                 self._put(run / file)
         wishes = replace(wishes, pins=self.pins())
-        here, aside = (map(Path, self.names(set_aside=is_aside)) for is_aside in (False, True))
-        for path in surplus([*here], [*aside], wishes, lambda path: self.is_whole(path.name)):
+        names = [Path(name) for name in self.names()]
+        for path in surplus(names, [], wishes, lambda path: self.is_whole(path.name)):
             self._remove(path.name)
 
     def push_shards(self, checkpoint: Path) -> None:
@@ -124,23 +122,11 @@ class Bucket:
                 self._put(path, "checkpoints", checkpoint.name)
 
     def set_aside(self, step: int) -> None:
-        """Rename the checkpoints of later steps. Each is whole under one of the names. Raises OSError."""
+        """Let the checkpoints of later steps count no more. Raises OSError."""
         for name in self.names():
-            content = self.read("checkpoints", name, COMPLETE)
-            if step_of(Path(name)) <= step or not content:
-                continue
-            taken = self.names(set_aside=True)
-            aside = next(aside for aside in folders.aside_names(name) if aside not in taken)
-            self._remove(name, COMPLETE)
-            for file in self._list("checkpoints", name):
-                source, target = (self._at("checkpoints", n, file) for n in (name, aside))
-                self._files.cp_file(source, target)
-            self._files.pipe_file(self._at("checkpoints", aside, COMPLETE), content)
-            self._remove(name)
-
-    def wishes(self) -> Wishes:
-        """Those of the run. Raises OSError."""
-        return Wishes.parse(self.read(WISHES), self.pins())
+            if step_of(Path(name)) > step and self.is_whole(name):
+                complete, aside = (self._at("checkpoints", name, n) for n in (COMPLETE, ASIDE))
+                self._files.mv(complete, aside)
 
     def pins(self) -> set[int]:
         return {step_of(pin) for pin in folders.steps_among(map(Path, self._list(PINS)))}

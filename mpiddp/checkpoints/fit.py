@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,23 +25,6 @@ _FLAT = "param_groups."  # begins the keys of a flattened optimizer's state
 _MAX_NAMES = 4  # in a sentence
 
 
-class Loading(NamedTuple):
-    """What the objects of one load have in common.
-
-    Attributes:
-        modules: those among the objects.
-        partial: the paths in the state that only some ranks had.
-    """
-
-    modules: Sequence[Module]
-    strict: bool
-    partial: frozenset[Keys]
-
-    def is_partial(self, path: Keys) -> bool:
-        """Whether only some ranks had what the state has at this path."""
-        return any(path[:end] in self.partial for end in range(1, len(path) + 1))
-
-
 @dataclass
 class Fit:
     """An object, and the entry that it loads.
@@ -49,6 +32,8 @@ class Fit:
     Attributes:
         path: of the entry in the state.
         entry: the part of the entry that the object loads, by the object's own names.
+        modules: all modules that are loaded together.
+        partial: the paths in the state that only some ranks had.
         likes: by the path of a tensor in the entry, the object's tensor that has the same place.
         module: the module of an optimizer whose state is by parameter names.
         unloaded: the tensors of other stages, which this object does not load.
@@ -57,21 +42,23 @@ class Fit:
     path: Keys
     entry: Any
     target: Any
-    loading: Loading
+    modules: Sequence[Module]
+    strict: bool
+    partial: frozenset[Keys]
     likes: dict[Keys, Any] = field(default_factory=dict)
     module: Module | None = None
     unloaded: set[str] = field(default_factory=set)
 
-    @classmethod
-    def of(cls, path: Keys, entry: Any, target: Any, loading: Loading) -> Iterator[Fit]:
-        """A fit for the object, or for each object in a dict. Raises UserError if an entry does not fit."""
+    def parts(self) -> Iterator[Fit]:
+        """This fit, or that of each object in a dict. Raises UserError if an entry does not fit."""
+        fit, target = self, self.target
         if type(target) is dict:
             for key, part in target.items():
-                if not isinstance(entry, Mapping) or key not in entry:
+                if not isinstance(self.entry, Mapping) or key not in self.entry:
                     raise UserError(f"it has no {key!r}")
-                yield from cls.of((*path, key), entry[key], part, loading)
+                path, entry = (*self.path, key), self.entry[key]
+                yield from replace(self, path=path, entry=entry, target=part).parts()
             return
-        fit = cls(path, entry, target, loading)
         if isinstance(target, Module):
             fit._match_module()
         elif isinstance(target, Optimizer):
@@ -88,6 +75,11 @@ class Fit:
     def name(self) -> str:
         return shown_path(self.path[1:], self.path[0])
 
+    def _is_partial(self, key: Any) -> bool:
+        """Whether only some ranks had the item of the entry with this key."""
+        path = (*self.path, key)
+        return any(path[:end] in self.partial for end in range(1, len(path) + 1))
+
     def load(self, types: Mapping[int, torch.dtype]) -> None:
         """Load the entry. Not a collective, unless the object's own `load_state_dict` is one.
 
@@ -95,7 +87,7 @@ class Fit:
         """
         if isinstance(self.target, Module):
             state = placed(self.entry, self.likes)
-            self.target.load_state_dict(state, strict=self.loading.strict)
+            self.target.load_state_dict(state, strict=self.strict)
             return
         is_optimizer = isinstance(self.target, Optimizer)
         state = placed(self.entry, self.likes, owns=True, is_optimizer=is_optimizer)
@@ -138,18 +130,17 @@ class Fit:
         renamed = {bare.get(_bare(name), name): value for name, value in self.entry.items()}
         entry = renamed if len(renamed) == len(self.entry) else dict(self.entry)
         # The tensors of other stages have kept their names.
-        is_partial = self.loading.is_partial
-        rest = {n for n in entry if n not in tensors and is_partial((*self.path, n))}
+        rest = {n for n in entry if n not in tensors and self._is_partial(n)}
         self.unloaded = set(map(str, rest))
         entry = {name: value for name, value in entry.items() if name not in rest}
-        if not self.loading.strict:
+        if not self.strict:
             entry = self._leave_out(tensors, entry)
         # If a module loads its tensors by code of its own, this code decides what fits.
         loads_itself = tuple(_prefixes_of_own_loads(self.target))
         for problem, names, others in (("has no", tensors, entry), ("also has", entry, tensors)):
             missing = [str(name) for name in names if name not in others]
             missing = [name for name in missing if not name.startswith(loads_itself)]
-            if missing and self.loading.strict:
+            if missing and self.strict:
                 raise UserError(f"it {problem} {listed(missing, _MAX_NAMES)}")
         self.entry = as_kind_of(self.entry, entry)
         self.likes = {(name,): value for name, value in tensors.items()}
@@ -202,7 +193,7 @@ class Fit:
 
     def _match_names(self, saved: set[str], trained: set[int]) -> None:
         """Find the module whose parameters have these names. `trained`: the ids of the optimizer's."""
-        for module in self.loading.modules:
+        for module in self.modules:
             parameters = {_bare(name): parameter for name, parameter in module.named_parameters()}
             if trained <= {id(parameter) for parameter in parameters.values()}:
                 break
@@ -216,7 +207,7 @@ class Fit:
         if missing := names.keys() - saved:
             raise UserError(f"it has no state of {listed(sorted(missing), _MAX_NAMES)}")
         if _is_flat(self.entry):
-            partial = (key for key in self.entry if self.loading.is_partial((*self.path, key)))
+            partial = (key for key in self.entry if self._is_partial(key))
             self.unloaded = {_name_in(key) for key in partial}.difference(names)
             rows = self.entry.items()
             self.entry = {key: value for key, value in rows if _name_in(key) not in self.unloaded}

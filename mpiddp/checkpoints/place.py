@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.wishes import Wishes
+from mpiddp.checkpoints.wishes import WISHES, Wishes, pinned_in, read_file
 from mpiddp.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,9 +23,8 @@ class Place(NamedTuple):
 
     Attributes:
         checkpoints: their folders on this disk, the oldest first. What a bucket has may not be there yet.
-        aside: those that are set aside.
-        run: the folder of their run.
-        bucket: of their run, if they are there.
+        aside: those that are set aside on this disk.
+        run, bucket: the folder of their run, and its bucket, if they are there.
     """
 
     checkpoints: list[Path]
@@ -45,15 +44,16 @@ class Place(NamedTuple):
 
         address, name = split_address(path)
         bucket, run = Bucket(address), local_path(address)
-        names = list(filter(bucket.is_whole, [name] if name else bucket.names()))
-        if not names:
+        names = filter(bucket.is_whole, [name] if name else bucket.names())
+        if not (checkpoints := [run / "checkpoints" / name for name in names]):
             raise UserError(f"{path} contains no checkpoints.")
-        root, later = run / "checkpoints", [] if name else bucket.names(set_aside=True)
-        return cls([root / name for name in names], [root / name for name in later], run, bucket)
+        return cls(checkpoints, [], run, bucket)
 
     def wishes(self) -> Wishes:
         """Which of them the run keeps. Raises OSError."""
-        return self.bucket.wishes() if self.bucket else Wishes.read(self.run)
+        if self.bucket:
+            return Wishes.parse(self.bucket.read(WISHES), self.bucket.pins())
+        return Wishes.parse(read_file(self.run, WISHES), pinned_in(self.run))
 
     def write(self, file: str, content: str) -> str:
         """Write a small file into the run's folder. Returns its path. Raises OSError."""

@@ -22,7 +22,7 @@ from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, send_files
 from mpiddp.checkpoints.tensor_files import reason_of
-from mpiddp.checkpoints.wishes import REWIND, pinned_in, rewound_to
+from mpiddp.checkpoints.wishes import REWIND, pinned_in, read_file
 from mpiddp.errors import JobFailed, UserError, named_by
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.rank_log import log
@@ -84,7 +84,8 @@ def list_copies(run: Run) -> tuple[int, list[Copy]]:
     with run.together(), named_by(""):
         if run.local_rank == 0:
             here = [copy_at(run, folder) for folder in folders.list_steps(root)]
-            step, pins = rewound_to(run.dir.path), pinned_in(run.dir.path)
+            step = int(read_file(run.dir.path, REWIND) or -1)
+            pins = pinned_in(run.dir.path)
         if bucket := run.bucket:
             paths = [root / name for name in bucket.names() if bucket.is_whole(name)]
             here += [Copy(0, str(p), folders.step_of(p), in_bucket=True) for p in paths]

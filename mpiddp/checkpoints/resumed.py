@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from mpiddp.checkpoints.fit import Fit, Loading
+from mpiddp.checkpoints.fit import Fit
 from mpiddp.checkpoints.folder import About
 from mpiddp.errors import JobFailed, UserError
 
@@ -81,11 +81,12 @@ class Resumed:
                     f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}."
                 )
         modules = [target for target in objects.values() if isinstance(target, Module)]
-        loading = Loading(modules, strict, frozenset(map(tuple, self.about.partial)))
+        partial = frozenset(map(tuple, self.about.partial))
         name, fits = "", list[Fit]()
         try:
             for name, target in objects.items():
-                fits += Fit.of((name,), self.state[name], target, loading)
+                entry = self.state[name]
+                fits += Fit((name,), entry, target, modules, strict, partial).parts()
             types = {
                 id(parameter): fit.entry[name].dtype
                 for fit in fits

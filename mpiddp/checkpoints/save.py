@@ -80,24 +80,15 @@ def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
 
 
 class Word(NamedTuple):
-    """What a rank tells the others before it copies its state.
+    """What a rank tells the others before it copies its state. For scores and pins, see `Wishes`."""
 
-    Attributes:
-        step: that it saves; None at the end of the run.
-        problem, is_saved: what has failed in its last save, and whether that is on the disk all the same.
-        digest: a hash of its keys, types, shapes and numbers.
-        values: a hash of all its tensors that others may have, if they are compared now.
-        unloaded: by entry, the tensors that it has not loaded from the resumed checkpoint.
-        scores, pins: see `Wishes`. Rank 0 tells the scores, because a script may log them on rank 0 alone.
-    """
-
-    step: int | None
-    problem: str = ""
-    is_saved: bool = True
-    digest: str = ""
-    values: str = ""
-    unloaded: Mapping[str, Sequence[str]] = {}
-    scores: Mapping[str, float] | Mapping[int, float] = {}
+    step: int | None  # that it saves; None at the end of the run
+    problem: str = ""  # in its last save
+    is_saved: bool = True  # the last save is on the disk all the same
+    digest: str = ""  # a hash of its keys, types, shapes and numbers
+    values: str = ""  # a hash of its tensors that others may have, if these are compared now
+    unloaded: Mapping[str, Sequence[str]] = {}  # by entry, tensors that it has not resumed
+    scores: Mapping[Any, float] = {}  # of rank 0, because a script may log them there alone
     pins: Sequence[int] = ()
     has_recorded: bool = False
 
@@ -237,18 +228,11 @@ class Save:
                 self._write_and_publish()
                 is_saved = True
                 self._prune()
-                is_other = self.has_shards and run.is_writer and run.rank != 0
-                push = run.options.bucket.push_shards if is_other and run.options.bucket else None
-                work = partial(push, self.new.final) if push else list
-                problem = update_bucket(
-                    run,
-                    partial(self._on_all_ranks, "copied to the bucket", work),
-                    whole=self.new.final,
-                )
+                problem = self._upload()
             except NoAnswer:
                 raise
             except Exception as error:
-                problem = self._sentence(error)
+                problem = self._sentence(error, is_saved=is_saved)
             finally:
                 if run.is_writer:
                     self.new.discard()  # unless it is published, and has another name now
@@ -261,9 +245,7 @@ class Save:
         run = self.run
         reports = self._on_all_ranks("written", self._write)
         if not_finite := next((reason for _, reason in reports if reason), ""):
-            raise JobFailed(
-                self._failed(not_finite) if run.rank == 0 or not self.has_shards else ""
-            )
+            raise ValueError(not_finite) if run.rank == 0 or not self.has_shards else JobFailed("")
         receivers = receivers_of(run.writer_of)
         self.shards = [
             Transfer(
@@ -364,9 +346,22 @@ class Save:
             why = f"cannot remove old checkpoints: {error.strerror}"
             log.warning(f"warning: {run.dir.checkpoints}: {why}.")
 
-    def _failed(self, reason: str) -> str:
+    def _upload(self) -> str:
+        """Bring the bucket up to date, rank 0 after the others. Returns why it is not, or ""."""
+        run, bucket = self.run, self.run.options.bucket
+        if bucket and self.has_shards:
+            is_other = run.is_writer and run.rank != 0
+            push = partial(bucket.push_shards, self.new.final) if is_other else list
+            self._on_all_ranks("copied to the bucket", push)
+        return update_bucket(run, self.new.final)
+
+    def _sentence(self, error: Exception, *, is_saved: bool) -> str:
         """Why the save has failed, and which older checkpoint is kept."""
-        root = self.run.dir.checkpoints
+        if isinstance(error, JobFailed):
+            return str(error)
+        root, reason = self.run.dir.checkpoints, reason_of(error) or type(error).__name__
+        if is_saved:
+            return _not_in_bucket(self.run, reason)
         sentence = f"{root}: step {self.about.step} cannot be saved: {reason}."
         with contextlib.suppress(OSError):  # the file server may be gone
             kept = folders.list_steps(root)
@@ -374,34 +369,25 @@ class Save:
             sentence = f"{sentence} {rest}"
         return sentence
 
-    def _sentence(self, error: Exception) -> str:
-        if isinstance(error, JobFailed):
-            return str(error)
-        return self._failed(reason_of(error) or type(error).__name__)
 
-
-def update_bucket(
-    run: Run, push_shards: Callable[[], object] = list, *, whole: Path | None = None
-) -> str:
-    """Bring the bucket up to date, on rank 0 after the shards of the others. Returns why it is not, or "".
-
-    `whole`: see `Bucket.update`.
-    """
+def update_bucket(run: Run, whole: Path | None = None) -> str:
+    """Bring the bucket up to date, on rank 0. Returns why it is not, or "". `whole`: see `Bucket.update`."""
     steps = folders.list_steps(run.dir.checkpoints)
-    if (bucket := run.options.bucket) is None or not steps:
+    if (bucket := run.bucket) is None or not steps:
         return ""
     try:
-        push_shards()
-        if run.rank == 0:
-            bucket.update(run.dir.path, run.wishes(), whole=whole)
-        if run.rank != 0 or bucket.is_whole(steps[-1].name):
+        bucket.update(run.dir.path, run.wishes(), whole=whole)
+        if bucket.is_whole(steps[-1].name):
             return ""
-        reason = "other hosts have its shards"
     except OSError as error:
-        reason = str(error.strerror or error)
-    except JobFailed as error:  # another rank says why
-        return str(error)
-    return f"{steps[-1].name} is on this disk, and not in {bucket.address}: {reason}."
+        return _not_in_bucket(run, reason_of(error))
+    return _not_in_bucket(run, "other hosts have its shards")
+
+
+def _not_in_bucket(run: Run, reason: str) -> str:
+    newest = folders.list_steps(run.dir.checkpoints)[-1].name
+    address = run.options.bucket.address if run.options.bucket else ""
+    return f"{newest} is on this disk, and not in {address}: {reason}."
 
 
 def _lower_priority() -> None:

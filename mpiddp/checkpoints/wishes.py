@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -39,24 +39,13 @@ class Wishes:
     pins: Collection[int] = ()
 
     @classmethod
-    def read(cls, run: Path) -> Wishes:
-        """Those of a run's folder; the defaults if it has none. Raises OSError."""
-        path = run / WISHES
-        wishes = cls.parse(path.read_bytes() if path.is_file() else b"{}", pinned_in(run))
-        if not wishes.best:
-            return wishes
-        # The script may have logged a score since the last save.
-        scores = scores_in(run / METRICS, wishes.best[0])
-        return replace(wishes, scores={**wishes.scores, **scores})
-
-    @classmethod
     def parse(cls, content: bytes, pins: Collection[int]) -> Wishes:
-        """Those of the contents of wishes.json; the defaults if another program has written it."""
+        """Those of wishes.json; the defaults if it is missing, or if another program has written it."""
         try:
             table = json.loads(content)
-            scores = {int(step): float(score) for step, score in table.pop("scores", {}).items()}
+            scores = {int(step): float(score) for step, score in table.pop("scores").items()}
             return cls(**table, scores=scores, pins=pins)
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError):
             return cls(pins=pins)
 
     def write(self, run: Path) -> None:
@@ -74,11 +63,12 @@ class Wishes:
 
     def spared(self, steps: Collection[int]) -> set[int]:
         """The steps that stay although newer ones are verified."""
-        spared = {*self.pins, self.best_step(steps)} - {None}
+        best = self.best_step(steps)
+        spared = {*self.pins} if best is None else {*self.pins, best}
         if self.keep_every is not None:
             first = {step // self.keep_every: step for step in sorted(steps, reverse=True)}
             spared |= {step for multiple, step in first.items() if multiple > 0}
-        return spared  # type: ignore[return-value]
+        return spared
 
 
 def pinned_in(run: Path) -> set[int]:
@@ -87,18 +77,14 @@ def pinned_in(run: Path) -> set[int]:
     return {step_of(pin) for pin in steps_among(folder.iterdir() if folder.is_dir() else ())}
 
 
-def rewound_to(run: Path) -> int:
-    """The step to which `mpiddp checkpoints rewind` takes the next resume; -1 without one."""
-    try:
-        return int((run / REWIND).read_text())
-    except (FileNotFoundError, ValueError):
-        return -1
+def read_file(run: Path, name: str) -> bytes:
+    """The contents of a small file of a run's folder, b"" if it is missing. Raises OSError."""
+    return (run / name).read_bytes() if (run / name).exists() else b""
 
 
 def scores_in(path: Path, metric: str) -> dict[int, float]:
     """By step, the values of a metric in a file of `mpiddp.log_metrics`. Raises OSError."""
-    records = records_in(path)
-    rows = ((record.get("step"), record.get(metric)) for record in records)
+    rows = ((record.get("step"), record.get(metric)) for record in records_in(path))
     return {step: score for step, score in rows if type(step) is int and is_score(score)}
 
 
