@@ -2,8 +2,8 @@
 
     files_of("script", "train.py", "/home/me/project", import_folders())
 
-`mpiddp launch` and `mpiddp doctor` compare them between hosts, and `mpiddp.spawn` ships them. This module
-travels to the hosts as source. It needs Python 3.8 and the standard library.
+`mpiddp launch` and `mpiddp doctor` compare them between hosts. This module travels to the hosts as source. It
+needs Python 3.8 and the standard library.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def _sources(
         base = start[0].parent
     folders = [base, *map(Path, others)]
     if kind == "module":
-        start = modules_at(name, folders)
-    return base, sources_of(start, folders)
+        start = _modules_at(name, folders)
+    return base, _sources_of(start, folders)
 
 
-def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, bytes | None]:
+def _sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, bytes | None]:
     """These files, and those that they import from `folders`, as far as their lines show it."""
     texts: dict[Path, bytes | None] = {}
     seen: set[tuple[str, str]] = set()
@@ -105,19 +105,19 @@ def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, byt
             texts[path] = text = path.read_bytes()
         except OSError:  # Python will say why, if the program ever imports it
             continue
-        for name in sorted(imported_by(text)):
+        for name in sorted(_imported_by(text)):
             module = name.lstrip(".")
             level = len(name) - len(module)  # relative to its package
             package = str(path).rsplit(os.sep, level)[0] if level else ""
             if (package, module) not in seen:
                 seen.add((package, module))
-                new = modules_at(module, [Path(package)] if package else folders, paths)
+                new = _modules_at(module, [Path(package)] if package else folders, paths)
                 todo += [path for path in dict.fromkeys(new) if path not in paths]
                 paths.update(new)
     return texts
 
 
-def modules_at(name: str, folders: Iterable[Path], taken: Collection[Path] = ()) -> list[Path]:
+def _modules_at(name: str, folders: Iterable[Path], taken: Collection[Path] = ()) -> list[Path]:
     """The files of a module or package, and of the packages above it, in the first folder that has it.
 
     All modules of a package count, unless its __init__.py is among `taken`. Of a folder without an
@@ -140,7 +140,7 @@ def modules_at(name: str, folders: Iterable[Path], taken: Collection[Path] = ())
     return files
 
 
-def imported_by(text: bytes) -> set[str]:
+def _imported_by(text: bytes) -> set[str]:
     """The names of modules that a file may import: for "from a import b", both "a" and "a.b".
 
     A relative import keeps its dots: for "from . import b", the name is ".b".

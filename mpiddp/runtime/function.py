@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import os
 import pickle
 import sys
 import traceback
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError, import_package
+from mpiddp.hosts.program_files import is_local
 from mpiddp.protocol.channel import mac
-from mpiddp.protocol.variables import MODULES
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import join
 from mpiddp.runtime.script import script_frames
-from mpiddp.runtime.shipped import install, share
 
 _MAX_TRACEBACK, _LARGEST_ERROR = 1 << 15, 32 << 20  # characters, and bytes of the pickled exception
 
@@ -42,7 +39,6 @@ def main() -> None:
         try:
             with coordinator.all_or_none():
                 facts, call = received_call(coordinator)
-            share(facts["modules"])
             sys.argv[0] = facts["name"]
             try:
                 result = call()
@@ -70,15 +66,14 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
         raise coordinator.lost()
     facts, body = pickle.loads(b64decode(value))
     linecache.cache.update(facts["source"])  # tracebacks show its lines
-    install(facts["modules"], facts["path"])
+    sys.path[:0] = filter(is_local, facts["path"])
+    sys.path += [folder for folder in facts["path"] if folder not in sys.path]
     try:
         return facts, pickle.loads(body)
     except Exception as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = (
-                f" Install {error.name} on every host, or cloudpickle.register_pickle_by_value it."
-            )
+            hint = f" Copy it to every host, or call cloudpickle.register_pickle_by_value({error.name})."
         elif cloudpickle.__version__ != facts["cloudpickle"]:
             hint = (
                 f" cloudpickle is {cloudpickle.__version__} there, and {facts['cloudpickle']} "
@@ -123,5 +118,3 @@ def pickled_error(error: BaseException) -> bytes:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__" and MODULES in os.environ:  # in a child of multiprocessing
-    install(Path(os.environ[MODULES]).read_bytes())

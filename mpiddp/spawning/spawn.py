@@ -4,8 +4,8 @@ The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks (`mp
 launcher is a process of its own, because it handles signals, adopts orphans, and writes to the file
 descriptors 1 and 2, where a library has no business. In a notebook, sys.stdout is a stream of the cell.
 
-Functions of modules are pickled by name, and the caller's own modules travel as source
-(`mpiddp.runtime.shipped`). cloudpickle pickles the functions of `__main__` and of a notebook by value.
+Functions of modules are pickled by name, and the ranks search the caller's sys.path for them. cloudpickle
+pickles the functions of `__main__`, of a notebook and of registered modules by value.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from mpiddp import errors
 from mpiddp.arguments import OURS
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
-from mpiddp.hosts.program_files import imported_by, is_local, modules_at, sources_of
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
 from mpiddp.runtime.function import named
 from mpiddp.runtime.job.stopping import interrupts_end
-from mpiddp.runtime.shipped import packed
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
@@ -73,8 +71,8 @@ def spawn(
     the interruption of a cell, stops the job, and a second one kills it; no process is left behind.
 
     A function of a module is imported by each rank. cloudpickle, which `./run.sh setup` brings,
-    pickles all arguments, lambdas, and functions of `__main__` or a notebook. Your own modules travel as
-    source, as their files are now; installed packages must be on every host.
+    pickles all arguments, lambdas, and functions of `__main__` or a notebook. Modules and packages must be on
+    every host, at the caller's paths; `cloudpickle.register_pickle_by_value` sends one of them along.
 
     Args:
         function: it may return anything that can be pickled; tensors have to be on the CPU. `sys.exit()`
@@ -180,30 +178,8 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
         # An entry of linecache, which keeps an entry without a time of change.
         "source": {source: (sum(map(len, lines)), None, lines, source)},
         "path": path,
-        "modules": packed(_own_modules(source, "".join(lines), path)),
     }
     return name, b64encode(pickle.dumps((facts, body)))
-
-
-def _own_modules(source: str, text: str, path: Sequence[str]) -> dict[str, bytes]:
-    """The files of the caller's own modules, as a new process would import them now.
-
-    They are the loaded modules, and the modules that these, or the function's file or cell, import.
-    """
-    folders = [Path(folder) for folder in path if is_local(folder)]
-    beginnings = tuple(f"{folder}{os.sep}" for folder in folders)
-    names = {name for name in imported_by(text.encode()) if not name.startswith(".")}
-    for name, module in list(sys.modules.items()):
-        file = str(getattr(module, "__file__", None))
-        if file.startswith(beginnings) and "-packages" not in file:
-            names.add(name)
-    start = dict[Path, None]()
-    for name in names:
-        start |= dict.fromkeys(modules_at(name, folders, start))
-    if source.startswith(beginnings):  # it may import its own package
-        start[Path(source)] = None
-    sources = sources_of(start, folders)
-    return {str(file): source for file, source in sources.items() if source is not None}
 
 
 def _launched(

@@ -63,11 +63,11 @@ def work(x):
     return [helper.locked(scale(space.shifts.shifted(x))), *sums, helper.DATA.exists()]
 
 
-print(mpiddp.spawn(work, 1, hosts="node1:1,node0:1"))
-print(mpiddp.spawn(helper.locked, 1, hosts="node1:1"))
+print(mpiddp.spawn(work, 1, hosts="localhost:2"))
+print(mpiddp.spawn(helper.locked, 1, hosts="localhost:1"))
 with open(helper.__file__, "a") as file:
     file.write("VERSION = 2\\n")
-print(mpiddp.spawn(helper.locked, 1, hosts="node1:1"))
+print(mpiddp.spawn(helper.locked, 1, hosts="localhost:1"))
 """,
     "helper.py": """\
 import threading
@@ -98,19 +98,39 @@ class Numbers:
 }
 
 
-def test_spawn_ships_own_modules(hosts):
-    """A function's own modules travel as source: packages, what it imports late, a module that holds a lock.
-
-    An edited module counts from the next call on. A data file beside a module does not travel.
+def test_spawn_finds_own_modules(here):
+    """The ranks find a function's modules where the caller does: packages, what it imports late, one with a
+    lock. An edited module counts from the next call on.
     """
+    home = here.folder / "home"
+    for name, text in OWN_MODULES.items():
+        file = home / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    done = here.run(sys.executable, home / "calls.py").assert_ok()
+    assert done.lines[:3] == ["[[21, 6, 6, 6, True], [21, 6, 6, 6, True]]", "[2]", "[3]"]
+
+
+REGISTERS = """
+import cloudpickle, mpiddp, shifts
+try:
+    mpiddp.spawn(shifts.shifted, 1, hosts="node1:1")
+except mpiddp.UserError as error:
+    assert "cloudpickle.register_pickle_by_value(shifts)" in str(error), error
+cloudpickle.register_pickle_by_value(shifts)
+print(mpiddp.spawn(shifts.shifted, 1, hosts="node1:1"))
+"""
+
+
+def test_spawn_ships_a_registered_module(hosts):
+    """A module that a host lacks is named, with the call that lets it travel."""
     host = hosts["node0"]
     home = f"{host.home()}/ships"
-    for name, text in OWN_MODULES.items():
+    for name, text in {"calls.py": REGISTERS, "shifts.py": "def shifted(x): return x + 1"}.items():
         file = host.path(f"{home}/{name}")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    done = hosts.run("python", f"{home}/calls.py").assert_ok()
-    assert done.lines[:3] == ["[[21, 6, 6, 6, False], [21, 6, 6, 6, True]]", "[2]", "[3]"]
+    assert hosts.run("python", f"{home}/calls.py").assert_ok().lines[-1] == "[2]"
 
 
 def test_spawn_raises_the_first_failure(hosts):

@@ -8,7 +8,6 @@ from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,6 @@ from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import received_call
 from mpiddp.runtime.job.connection import Server
-from mpiddp.runtime.shipped import packed
 from mpiddp.spawning.spawn import pickled_call
 from mpiddp.world import World
 from tests.support.channels import connect, cut
@@ -29,12 +27,9 @@ from tests.support.ranks import ROOT, clean_env, run_command
 
 
 def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variables of a launcher that runs the tests, and the tests, whose files would travel."""
+    """Remove the variables of a launcher that runs the tests."""
     for name in os.environ.keys() - clean_env().keys():
         monkeypatch.delenv(name)
-    monkeypatch.setattr(
-        sys, "path", [folder for folder in sys.path if Path(folder).resolve() != ROOT]
-    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +91,7 @@ def test_bad_options_are_one_sentence(keywords, id, values, monkeypatch, capfd):
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
 ARGUMENT = b"f" * 3_000_000
-FACTS = {"name": "work", "source": {}, "path": [], "modules": packed({})}
+FACTS = {"name": "work", "source": {}, "path": []}
 FUNCTION = b64encode(pickle.dumps((FACTS, pickle.dumps(partial(len, ARGUMENT)))))
 
 
