@@ -75,6 +75,8 @@ class Rank(NamedTuple):
         launcher = Server(address, key) if address and key else None
         if launcher is None:
             env.pop(variables.JOB, None)
+        if umask := env.pop(variables.UMASK, ""):
+            os.umask(int(umask, 8))
         selection, holds = env.pop(variables.OUTPUT, ""), env.pop(variables.HOLDS, "")
         terminal = Terminal(*json.loads(env.pop(variables.TERMINAL, "[]")))
         has_daemon = world.launcher.mpis or world.launcher.name == "slurm"

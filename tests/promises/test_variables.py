@@ -267,6 +267,13 @@ def test_the_variables_of_torchrun(here, way):
     assert first["TORCHELASTIC_ERROR_FILE"] != second["TORCHELASTIC_ERROR_FILE"]
 
 
+def test_the_umask_of_the_shell(hosts):
+    """What ranks on other hosts write has the mode that it has on this one."""
+    script = hosts.script("import os\nprint(oct(os.umask(0)))")
+    command = ["umask 006; exec", sys.executable, "-m", "mpiddp", "launch", *hosts.where(2), script]
+    assert hosts.run("sh", "-c", " ".join(command)).assert_ok().lines == ["0o6", "0o6"]
+
+
 def test_variables_of_the_user_are_kept(here):
     """The user's MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and OMP_NUM_THREADS are kept."""
     with reserved("127.0.0.7") as reservation:

@@ -96,6 +96,8 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
     has_prefix = {"auto": len(hosts) > 1, "always": True}.get(options.prefix, False)
     others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
     job = os.urandom(8).hex()
+    umask = os.umask(0)
+    os.umask(umask)
     settings = {
         names.JOB: job,
         names.OUTPUT: options.log_ranks,
@@ -104,6 +106,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         names.MAX_RESTARTS: str(options.max_restarts),
         names.HOLDS: "1" if plan.holds else "",
         names.FAILED_GRACE: str(options.failed_grace_s),
+        names.UMASK: f"{umask:o}" if others else "",  # ssh carries none
         **plan.past.variables(),
     }
     with ExitStack() as stack:
