@@ -35,27 +35,31 @@ from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.rank_log import log_to_console
-from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
+from mpiddp.runtime.rendezvous.meet import meet
 from mpiddp.runtime.rendezvous.sockets import bind
 from mpiddp.world import World
 
 Value = TypeVar("Value")
 
+_REACHED_S = 600.0  # in which all scripts reach a line, unless the caller says otherwise
 _EXIT_UNKNOWN = SystemExit(FAILED)  # a script has exited, and only its parent knows the code
 
 
 @contextlib.contextmanager
-def join(world: World | None = None) -> Iterator[Coordinator]:
+def join(world: World | None = None, timeout_s: float = _REACHED_S) -> Iterator[Coordinator]:
     """Join the ranks. They leave together at the end of the body.
 
+    If their agents have met, all scripts must come here within `timeout_s` of the first one.
     Then os.environ holds the variables that scripts find under torchrun, by hand without an error file.
     """
     session = script_session()
     if not session.coordinator.hostnames:
         world = world or World.from_env()
         log_to_console(world.rank)
+        if session.control is None:
+            patches.apply([patches.no_dns], session)
         if session.has_agent:
-            _as_script(world, session)
+            _as_script(world, session, timeout_s)
         else:
             _by_hand(world, session)
     coordinator = session.coordinator
@@ -79,7 +83,7 @@ def join(world: World | None = None) -> Iterator[Coordinator]:
         session.is_member = False
 
 
-def _as_script(world: World, session: Session) -> None:
+def _as_script(world: World, session: Session, timeout_s: float) -> None:
     """Meet the scripts of the other ranks, whose agents have met."""
     from multiprocessing import current_process
 
@@ -111,7 +115,7 @@ def _as_script(world: World, session: Session) -> None:
         with contextlib.suppress(UserError, JobFailed):
             session.torch_store = serve_store(env, bind(address, port, world.hostname).detach())
     ranks.world = world
-    ranks.hostnames = ranks.all_gather_json(world.hostname, timeout_s=joining_timeout_s())
+    ranks.hostnames = ranks.all_gather_json(world.hostname, timeout_s=timeout_s)
 
 
 def _by_hand(world: World, session: Session) -> None:

@@ -18,8 +18,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -34,7 +34,7 @@ from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
-_ADDRESS = re.compile(r"[\d.]+|.*:.*")  # a name does not match, because DNS may know it
+_ERROR = 2  # the level of torch's log that leaves warnings out
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
@@ -159,7 +159,7 @@ def await_gloo_at_destroy() -> None:
 
 
 def store_of_job(session: Session) -> None:
-    """A script's groups meet at the store that a process beside rank 0 serves, and wait for no DNS.
+    """A script's groups meet at the store that a process beside rank 0 serves.
 
     torch would serve the store in rank 0's process, and it would end with that. A later group gets keys of
     its own: under those of an earlier group, a rank may read an address at which nobody listens any more.
@@ -191,8 +191,7 @@ def store_of_job(session: Session) -> None:
                 is_master = False
             elif not is_master:
                 of_job.wait(timeout)
-        with no_dns() if _ADDRESS.fullmatch(host_name) else nullcontext():
-            make(store, host_name, port, world_size, is_master, timeout, *args, **options)
+        make(store, host_name, port, world_size, is_master, timeout, *args, **options)
 
     def of_group(*args: Any, **options: Any) -> Any:
         store, size = TCPStore(*args, **options), options.get("world_size")
@@ -253,30 +252,35 @@ def optimizer_steps(session: Session) -> None:
     register_optimizer_step_post_hook(count_step)
 
 
-@contextmanager
-def no_dns() -> Iterator[None]:
-    """While a process group forms, hosts are looked up in /etc/hosts only.
+def no_dns(session: Session) -> None:
+    """torch logs the addresses of its connections without names, because DNS may not answer.
 
-    torch 2.13 looks up the name of every address that its store connects to, only to log it. /etc/hosts
-    does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
-    network of many clusters, each connection takes 5 s or more. Without glibc, nothing changes.
+    torch 2.13 looks up the name of each address that it connects to, only to log it, until one look-up fails.
+    So the first one fails here: at once, because glibc has no service for names meanwhile, and without a
+    warning. Then /etc/nsswitch.conf holds again. Without glibc, nothing changes.
     """
     import ctypes
 
-    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: None)  # glibc's
-    if not is_on("no_dns"):
-        yield
+    import torch
+
+    try:
+        configure = ctypes.CDLL(None).__nss_configure_lookup
+        library = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (AttributeError, OSError, ValueError):
         return
     file = Path("/etc/nsswitch.conf")
     services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
-    configure(b"hosts", b"files")
+    before, level.value = level.value, _ERROR
+    configure(b"hosts", b"none")
     try:
-        yield
+        torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=1))
     finally:
         configure(b"hosts", services[1].strip() if services else b"files dns")  # glibc's default
+        level.value = before
 
 
 BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder)
 ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal)
-ONCE_TORCH_IS_THERE = (gloo_end, store_of_job, forming, optimizer_steps)
-IN_A_CALL = (frozen_torch, no_dns)
+ONCE_TORCH_IS_THERE = (gloo_end, no_dns, store_of_job, forming, optimizer_steps)
+IN_A_CALL = (frozen_torch,)

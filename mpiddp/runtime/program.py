@@ -53,7 +53,6 @@ class Program(NamedTuple):
                 with path.open("rb") as file:
                     _refuse_shell_script(name, file.readline(1000), file)
 
-    @property
     def files(self) -> list[tuple[str, str]]:
         """Its files that have to be the same on all hosts, each with its SHA-256."""
         return files_of(self.kind, self.name, str(Path.cwd()), import_folders())

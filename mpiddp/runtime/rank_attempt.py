@@ -156,9 +156,8 @@ class RankAttempt:
         # Imported here, while the script's Python starts beside this process and takes longer.
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 
-        files = [] if world.local_world_size == world.world_size else rank.program.files
         try:
-            env, store = meet(self.coordinator, str(problem or ""), files)
+            env, store = meet(self.coordinator, str(problem or ""), rank.program.files)
         finally:
             # All ranks have read the private file once they have met, or refuse together. Otherwise the
             # launcher removes it.

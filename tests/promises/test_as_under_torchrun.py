@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -404,6 +405,24 @@ IN_A_CHILD = """
 if __name__ == "__main__":
     torch.multiprocessing.spawn(work)
 """
+# The first import of torch fails, after a finder of an old kind; and a variable is large.
+IMPORTS_TWICE = """
+import os, sys
+class Old:
+    def find_module(self, name, path=None):
+        return None
+sys.meta_path.insert(0, Old())
+sys.modules["torch._C"] = None
+os.environ["LARGE"] = "x" * 600_000
+try:
+    import torch
+except ImportError:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        del sys.modules[name]
+del os.environ["LARGE"]
+import torch
+os.environ["LARGE"] = "x" * 600_000
+"""
 BOTH, OURS = ("torchrun", "mpiddp"), ("mpiddp",)  # the ways that run the script
 FORMS = {
     "execs itself": (BOTH, f"{REPLACES_ITSELF.format('pass')}{JOINS}joins()", 1),
@@ -438,6 +457,7 @@ FORMS = {
         f"{JOINS}{MAKES_IT}joins()\njoins(store=make(TCPStore), rank=rank, world_size=size)",
         2,
     ),
+    "imports torch twice": (BOTH, f"{IMPORTS_TWICE}{JOINS}joins()", 1),
     "waits for all its children": (BOTH, f"{JOINS}{WITHOUT_CHILDREN}", 1),
 }
 
@@ -454,6 +474,53 @@ def test_a_group_forms(here, folders, form):
             port = str(reservation.getsockname()[1])
             here.run(*WAYS[way], "train.py", port, cwd=folders[way]).assert_ok()
             assert said(folders[way], way) == [[{"total": 2.0}] * groups] * 2
+
+
+NAME_SERVER = """
+import socket
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+while True:  # it answers each question for an IPv4 address with 127.0.0.9
+    question, client = server.recvfrom(512)
+    end = question.index(0, 12) + 5
+    is_ipv4 = question[end - 4 : end - 2] == bytes([0, 1])
+    head = question[:2] + bytes([0x81, 0x80, 0, 1, 0, is_ipv4, 0, 0, 0, 0]) + question[12:end]
+    answer = bytes([0xC0, 12, 0, 1, 0, 1, 0, 0, 0, 5, 0, 4, 127, 0, 0, 9])
+    server.sendto(head + answer * is_ipv4, client)
+"""
+LOOKS_UP = """
+import os, socket, sys, threading, time, torch, torch.distributed as dist
+def look_up():
+    names = []
+    while "init_process_group" not in names:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        names = []
+        while frame := frame.f_back:
+            names.append(frame.f_code.co_name)
+    for _ in range(20):
+        assert socket.gethostbyname("service.test") == "127.0.0.9"
+        time.sleep(0.05)
+    print("all found", flush=True)
+    open("has_looked", "w")
+if os.environ["RANK"] == "1":
+    threading.Thread(target=look_up).start()
+while os.environ["RANK"] == "0" and not os.path.exists("has_looked"):
+    time.sleep(0.1)
+dist.init_process_group("gloo")
+"""
+
+
+def test_names_while_a_group_forms(here):
+    """A thread finds names while its rank waits in init_process_group."""
+    (here.folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+    server = here.script(NAME_SERVER, "server.py")
+    mounts = f"ip link set lo up && mount --bind {here.folder}/resolv.conf /etc/resolv.conf"
+    begins = f'{mounts} && {{ {sys.executable} {server} & exec "$@"; }}'
+    alone = ["unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*alone, "sh", "-c", mounts], check=False).returncode:
+        pytest.skip("no network namespace of its own can be made here")
+    done = here.run(*alone, "sh", "-c", begins, "-", *WAYS["mpiddp"], here.script(LOOKS_UP))
+    assert done.assert_ok().lines == ["all found"], done.stderr
 
 
 # --- the patches that remain ---

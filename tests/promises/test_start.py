@@ -22,7 +22,7 @@ from tests.support.doctor_faults import shell, shelled
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
 from tests.support.machine import executable
-from tests.support.patience import eventually
+from tests.support.patience import eventually, slowness
 from tests.support.place import Done, Hosts, every_mpi, every_mpi_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command, own_lines
 from tests.support.training import contents, unequal
@@ -194,6 +194,38 @@ def test_the_network_that_works(odd_hosts, mpi):
     assert placed == [*[("node1", "ens5")] * 2, ("node0", "eth0"), ("node2", "enp3s0")]
     master = odd_hosts["node1"].address
     assert {(rank["master"], rank.get("sum", 10)) for rank in ranks} == {(master, 10)}
+
+
+CALLS_RANK_0 = """
+import os, torch.distributed.rpc as rpc
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+if rank:
+    print(rpc.rpc_sync("worker0", max, args=([3, 5],)), flush=True)
+rpc.shutdown()
+"""
+
+
+def test_rpc_between_hosts(odd_hosts):
+    """torch's RPC works on hosts whose own names lead to 127.0.1.1."""
+    script = odd_hosts.script(CALLS_RANK_0)
+    done = odd_hosts.run("launch", "-H", "node0:1,node1:1", script)
+    assert done.assert_ok().lines == ["5"]
+
+
+REACHES_INIT_LATE = """
+import os, sys, time, mpiddp
+time.sleep(float(sys.argv[1]) if os.environ["RANK"] == "0" else 0)
+print(mpiddp.init(backend="gloo").world_size)
+"""
+
+
+def test_a_script_that_reaches_init_late(here):
+    """--timeout is for the start of all ranks. Then a script has the time of a process group."""
+    start_s = 4 * slowness()
+    options = (*here.where(2), "--timeout", f"{start_s}s")
+    done = here.run("launch", *options, here.script(REACHES_INIT_LATE), str(start_s + 2))
+    assert done.assert_ok().lines == ["2", "2"]
 
 
 def test_a_plain_mpirun_avoids_the_bridges(odd_hosts):

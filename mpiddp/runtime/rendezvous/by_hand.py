@@ -18,6 +18,8 @@ from mpiddp.runtime.rendezvous.result import LOOPBACK
 from mpiddp.text import shown
 from mpiddp.world import World
 
+_FIRST_PORT = 1 << 14
+
 
 def way_to_meet(ranks: Coordinator, timeout_s: float) -> AbstractContextManager[None]:
     """Let `ranks` agree over MPI in the body, or from now on over a channel at a known address."""
@@ -48,14 +50,15 @@ def connect_by_address(ranks: Coordinator, timeout_s: float) -> None:
 def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     """Where the ranks expect rank 0: by the user's MASTER_ADDR and MASTER_PORT, else by Slurm's variables.
 
-    Slurm's port is computed from job and step, in [20000, 52767], because nothing can carry the number of a
-    free port from rank 0 to the others. Two steps on one host seldom get the same port.
+    Slurm's port is computed from job and step, because nothing can carry the number of a free port from rank
+    0 to the others. It is in [16384, 32767], below the ports that Linux gives to connections. Two steps on
+    one host seldom get the same port.
     """
     address, port = env.get("MASTER_ADDR", ""), sockets.port_in(env)
     if world.launcher.name == "slurm":
         from mpiddp.hosts.names import expand_nodelist
 
-        port = port or 20000 + crc32(_slurm_ids(env).encode()) % 32768
+        port = port or _FIRST_PORT + crc32(_slurm_ids(env).encode()) % _FIRST_PORT
         nodelist = env.get("SLURM_STEP_NODELIST", "")
         try:
             first, *others = [address] if address else expand_nodelist(nodelist)
@@ -81,18 +84,16 @@ def _slurm_ids(env: Mapping[str, str]) -> str:
 
 def _serve_beside_agent(world: World, timeout_s: float) -> Server:
     """Rank 0 writes into the store of torchrun's agent where it serves the channel."""
-    from mpiddp.runtime.patches import no_dns
     from mpiddp.runtime.rendezvous.store import connect_to_store, prefix_of_attempt
 
-    with no_dns():
-        store = connect_to_store(world, timeout_s)
-        name = f"{prefix_of_attempt()}/channel"
-        if world.rank == 0:
-            store.set(name, " ".join(serve_beside(world)))
-        try:
-            address, key = store.get(name).decode().split()
-            return Server(address, key)
-        except RuntimeError:
-            raise JobFailed(
-                f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
-            ) from None
+    store = connect_to_store(world, timeout_s)
+    name = f"{prefix_of_attempt()}/channel"
+    if world.rank == 0:
+        store.set(name, " ".join(serve_beside(world)))
+    try:
+        address, key = store.get(name).decode().split()
+        return Server(address, key)
+    except RuntimeError:
+        raise JobFailed(
+            f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
+        ) from None

@@ -29,12 +29,13 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 
 def meet(
-    ranks: Coordinator, problem: str = "", files: result.Files = ()
+    ranks: Coordinator, problem: str = "", files: Callable[[], result.Files] = tuple
 ) -> tuple[dict[str, str], socket.socket | None]:
-    """Meet the other ranks, which learn this one's facts, problem and files. All ranks must call this.
+    """Meet the other ranks, which learn this one's facts and its problem. All ranks must call this.
 
-    `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. Returns this rank's
-    variables, and rank 0's socket for torch's store, which is bound before it is announced.
+    The first rank of each host calls `files`, so that several hosts can compare what they run. `ranks` may be
+    connected to the launcher; without one, rank 0 serves the job channel. Returns this rank's variables, and
+    rank 0's socket for torch's store, which is bound before it is announced.
     """
     env, world = os.environ, ranks.world
     timeout_s = joining_timeout_s() + _LAUNCHER_HEAD_START_S * ranks.has_launcher
@@ -52,7 +53,8 @@ def meet(
         if any(info.problem for info in infos):
             raise UserError(problem)  # "" on a rank that could begin
         # Long, and the same on most ranks: a gather sends what all have only once.
-        programs = gather(files)
+        is_first = ranks.ranks_here[0] == world.rank and len(ranks.ranks_here) < world.world_size
+        programs = gather(files() if is_first else ())
         _from_rank_0(world, gather, partial(result.check_alike, infos, programs, env))
         address, port, listener = _place(world, infos, gather)
         world = result.joined(world, infos, address, port)

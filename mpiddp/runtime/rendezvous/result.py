@@ -146,7 +146,7 @@ def variables_of(world: World, info: RankInfo, interface: str, run_id: str) -> d
         family = "AF_INET6" if ":" in str(world.master_addr) else "AF_INET"
         chosen = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": family}
         if family == "AF_INET" or not info.is_named_by_ipv6(interface):
-            chosen["GLOO_SOCKET_IFNAME"] = interface
+            chosen |= dict.fromkeys(["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"], interface)
         env |= {name: os.environ.get(name, value) for name, value in chosen.items()}
     return env
 
@@ -198,9 +198,13 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
 
 
 def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str]) -> None:
-    """Raise a UserError unless all ranks run the same files, and are where they are expected."""
+    """Raise a UserError unless all ranks run the same files, and are where they are expected.
+
+    `programs` has the files of the first rank of each host.
+    """
+    firsts = {ranks[0] for ranks in ranks_by_host(infos).values()}
     for info, program in zip(infos, programs, strict=True):
-        if program != programs[0]:
+        if info.rank in firsts and program != programs[0]:
             ours, theirs = dict(programs[0]), dict(program)
             name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
             here, there = infos[0].hostname, info.hostname

@@ -18,7 +18,6 @@ from mpiddp.errors import JobFailed
 from mpiddp.hosts.processes import name_process
 from mpiddp.protocol.channel import STOP_SIGNALS, STORE_NAME, encode
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.patches import no_dns
 from mpiddp.world import World
 
 if TYPE_CHECKING:  # a script that imports torch is served before its next line
@@ -89,10 +88,9 @@ class StoreOfJob:
             poll.register(end, select.POLLIN)
         poll.poll()
         if asks.recv(1, socket.MSG_DONTWAIT):
-            with no_dns():  # the store looks up each connection that it accepts
-                store = serve_store(self._variables, listener.detach())
-                lifeline.recv(1)
-                del store
+            store = serve_store(self._variables, listener.detach())
+            lifeline.recv(1)
+            del store
 
     def serve(self) -> bool:
         """Let the process serve the store from now on. Returns False if this rank has no such process."""
@@ -128,8 +126,7 @@ def serve_store(env: Mapping[str, str], listener: int) -> Store:
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
     """
     address, port, world_size = (env[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    with no_dns():
-        return _open(address, int(port), int(world_size), is_master=True, master_listen_fd=listener)
+    return _open(address, int(port), int(world_size), is_master=True, master_listen_fd=listener)
 
 
 def _open(address: str, port: int, world_size: int, **options: Any) -> Store:
@@ -147,10 +144,7 @@ def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
     name = coordinator.unique_prefix("group")
     if world.world_size == 1:
         return HashStore()
-    with no_dns():
-        store = connect_to_store(world, timeout_s)
-        # Inside the body, because rank 0 looks up the name of every connection that it accepts.
-        coordinator.all_gather_json(None, timeout_s=timeout_s)
+    store = connect_to_store(world, timeout_s)
     return PrefixStore(f"{prefix_of_attempt()}/{coordinator.group}/{name}", store)
 
 

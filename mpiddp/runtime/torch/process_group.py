@@ -43,7 +43,8 @@ def process_group(
     Args:
         world: the world of this process; by default read from the environment.
         backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
-        timeout_s: how long a collective may wait for a peer before the job fails, in seconds.
+        timeout_s: how long this call, and later a collective, may wait for a peer before the job fails, in
+            seconds.
 
     Yields:
         The world, with all of its fields set.
@@ -53,7 +54,7 @@ def process_group(
         JobFailed: ranks that do not join.
         SystemExit: code 2, or 1 if a machine failed, on every rank, after the reason was printed.
     """
-    with join(world) as coordinator:
+    with join(world, timeout_s) as coordinator:
         session, world = current(), coordinator.world
         with coordinator.all_or_none():
             backend = choose_backend(backend)
