@@ -35,14 +35,17 @@ class AtImport:
     ) -> ModuleSpec | None:
         if name not in self.names or os.getpid() != self._process:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        # An old finder has no `find_spec`, and Python passes over it.
+        finds = [find for finder in others if (find := getattr(finder, "find_spec", None))]
+        spec = next(filter(None, (find(name, path, target) for find in finds)), None)
         if spec is not None and spec.loader is not None:
             self._surround(spec.loader)
         return spec
 
     def _surround(self, loader: object) -> None:
         """Let this loader enter and leave. It belongs to this import alone."""
+        names = self.names
         create, run = loader.create_module, loader.exec_module  # type: ignore[attr-defined]
         stack = ExitStack()
 
@@ -54,9 +57,13 @@ class AtImport:
 
         def exec_module(module: ModuleType) -> None:
             del loader.create_module, loader.exec_module  # type: ignore[attr-defined]
-            with stack:
-                for _ in _steps(run, module):
-                    pass
+            try:
+                with stack:
+                    for _ in _steps(run, module):
+                        pass
+            except BaseException:
+                self.names = names  # the script may import it again
+                raise
 
         loader.create_module, loader.exec_module = create_module, exec_module  # type: ignore[attr-defined]
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from mpiddp.errors import DONE, cause_of
 from mpiddp.hosts import processes
-from mpiddp.protocol.channel import LINE_LIMIT, STOP_SIGNALS, STREAMS, Lines, is_shown
+from mpiddp.protocol.channel import STOP_SIGNALS, STREAMS, VALUE_LIMIT, Lines, is_shown
 from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
@@ -78,7 +78,7 @@ class Child:
         self._news: list[dict[str, Any]] = []  # those that `take_news` has not returned
         self.passed: set[int] = set()  # the signals that this agent has sent or has to send
         self.control: socket.socket | None = None  # to the script, which may close its end
-        self._lines = Lines(LINE_LIMIT)
+        self._lines = Lines(VALUE_LIMIT)  # a message has the variables that the script has set
         self._frames: list[str] = []
         # The kernel's kills for lack of memory in this control group, before the child could cause one.
         self._kills_before: processes.OomKills | None = None
@@ -211,7 +211,7 @@ class Child:
             if not chunk:  # it has ended, or has closed all files
                 self.control.close()
                 self.control = None
-            for line in self._lines.split(chunk):
+            for line in filter(None, self._lines.split(chunk)):
                 try:
                     facts = json.loads(line)
                     self.messages[facts["type"]] = facts

@@ -12,7 +12,6 @@ import atexit
 import builtins
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from mpiddp.errors import STOPPED, aid
-from mpiddp.protocol.channel import SPARE_NAME
+from mpiddp.protocol.channel import CHUNK, SPARE_NAME
 from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
@@ -41,7 +40,6 @@ _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a st
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _OUR_FOLDER = str(Path(__file__).parent)  # the frames of its files lead to a script
 _USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
-_STARTED_MS = 5000  # the present script starts in this time; then more is imported for the next one
 _INSTALLED = "-packages"  # is in the path of an installed module
 
 
@@ -137,7 +135,7 @@ def _begin(session: Session, control: socket.socket) -> None:
         from mpiddp.hosts.processes import name_process  # few scripts need it
 
         name_process(SPARE_NAME)
-        _import_ahead(ahead, control)
+        _import_ahead(ahead)
         facts, sockets = _message_of_agent(control)
         while facts["type"] == "ask":
             session.tell_agent("here")
@@ -145,6 +143,7 @@ def _begin(session: Session, control: socket.socket) -> None:
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env = facts["variables"]
+    session.rank = int(env["RANK"])
     os.environ.update(env)
     variables, modules = dict(os.environ), {*sys.modules}
     if JOB in os.environ:
@@ -190,7 +189,7 @@ def _changes_since(variables: Mapping[str, str], modules: Set[str]) -> dict[str,
     }
 
 
-def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
+def _import_ahead(facts: Mapping[str, Any]) -> None:
     """Import torch for the next attempt, after the packages, and with the variables, of the script."""
     path, variables = [*sys.path], {name: os.environ.get(name) for name in facts["variables"]}
     sys.path[:] = facts["path"]
@@ -200,12 +199,6 @@ def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
             __import__(name)
     _set(variables)
     sys.path[:] = path
-    # The first optimizer, or DistributedDataParallel, of a script imports this too.
-    poll = select.poll()  # select() refuses high numbers of files
-    poll.register(control, select.POLLIN)
-    if not poll.poll(_STARTED_MS):
-        with suppress(Exception):
-            __import__("torch._dynamo")
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
@@ -230,10 +223,12 @@ def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[No
 
 def _message_of_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
     """The agent's next message, and the sockets that come with it."""
-    first, files, _, _ = socket.recv_fds(control, 1, 2)
-    line = first + control.makefile("rb").readline()
-    if not line.endswith(b"\n"):
-        os._exit(1)
+    line, files, _, _ = socket.recv_fds(control, 1, 2)
+    while not line.endswith(b"\n"):  # and read no byte of the next one
+        rest = control.recv(CHUNK, socket.MSG_PEEK)
+        if not rest:
+            os._exit(1)
+        line += control.recv(rest.find(b"\n") + 1 or len(rest))
     facts: dict[str, Any] = json.loads(line)
     return facts, [out_of_the_way(socket.socket(fileno=file)) for file in files]
 

@@ -585,7 +585,7 @@ def test_the_error_of_a_second_rank(here, how, first, second):
     script = here.script(TWO_ERRORS)
     done = here.run("launch", *here.where(2), "--log-dir", str(logs), script, how)
     assert f"failed first: RuntimeError: {first}" in verdict(done)
-    shown = re.findall("^RuntimeError: (.*)", done.stderr, re.M)
+    shown = re.findall(r"^(?:\[rank\d\]: )?RuntimeError: (.*)", done.stderr, re.M)
     assert sorted(shown) == sorted(filter(None, [first, second]))
     last = (logs / "rank_00001.err").read_text().splitlines()[-1]
     assert ("gloo" if how == "lost" else "cannot restore") in last

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import select
 import socket
 import threading
@@ -93,9 +92,8 @@ class Coordinator:
         member = connect_to_server(server, world, "hello", role=role, answer_s=answer_s)
         self.connection, self.group, self._seals = member
         self.world, self.server = world, server
-        os.register_at_fork(after_in_child=self._forget)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Close a forked child's copy of the connection, which would hide the end of this process."""
         if self.connection is not None:
             self.connection.close()

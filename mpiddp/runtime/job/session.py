@@ -35,6 +35,7 @@ class Session:
         # it is the rank itself, and its parent sees how it ends.
         self.has_agent = is_joined(os.environ)
         self.control: socket.socket | None = None  # to the agent; None within a command
+        self.rank = 0  # once the agent has told it
         self.is_fork = False  # a fork of a script, for which the script itself speaks
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1))
@@ -57,7 +58,8 @@ class Session:
     def tell_agent(self, kind: str, **facts: object) -> None:
         if self.control is not None:
             with contextlib.suppress(OSError):  # the script has closed it
-                self.control.sendall(encode(kind, b"", **facts))
+                # It begins a line, because a stack may have been cut before the end of one.
+                self.control.sendall(b"\n" + encode(kind, b"", **facts))
 
     def obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher, or on the call of another rank. "end" is the agent's business."""
@@ -139,7 +141,9 @@ class Session:
         prints = ending.is_refusal or (ending.is_verdict and not self.has_agent)
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
-        is_repeated = isinstance(error, KeyboardInterrupt) and os.environ.get("RANK", "0") != "0"
+        is_repeated = isinstance(error, KeyboardInterrupt) and (
+            self.rank or self.coordinator.world.rank
+        )
         is_shown = (is_first or not ending.follows) and not is_repeated
         if not (is_shown or is_printed):
             self.tell_agent("hidden", text=ending.facts["traceback"])
@@ -222,6 +226,7 @@ def _forget() -> None:
     before, _current = _current, Session()
     _current.is_fork = before.is_fork or before.control is not None
     before.control = None  # the script may hold the session
+    before.coordinator.forget()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -47,22 +47,26 @@ def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
     one = list(_digests(begin, steps))
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second run
     other = list(_digests(begin, steps))
-    differing = [place for place, digest in enumerate(one) if digest != other[place]]
+    shorter = min(len(one), len(other))
+    differing = [place for place in range(shorter) if one[place] != other[place]]
+    if len(one) != len(other):  # one run has made fewer steps
+        differing.append(shorter)
+        one += other[shorter:]
     first = differing[0] if differing else len(one)
-    firsts = [first]
+    firsts, rank = [first], 0
     if dist.is_initialized():
-        firsts = [0] * dist.get_world_size()
+        firsts, rank = [0] * dist.get_world_size(), dist.get_rank()
         dist.all_gather_object(firsts, first)
     tensors = sum(step == 1 for step, _, _ in one)
     world = World.from_env()
     with together():
-        if differing and world.rank == firsts.index(min(firsts)):
+        if differing and rank == firsts.index(min(firsts)):
             step, name, _ = one[first]
             same_step = sum(one[place][0] == step for place in differing)
             share = f"{same_step} of {tensors} tensors of that step"
             raise JobFailed(
                 f"two runs of {one[-1][0]} steps from the same start differ: first in step {step}, on rank "
-                f"{world.rank} on {world.hostname}, in {name} ({share})."
+                f"{rank} on {world.hostname}, in {name} ({share})."
             )
     return tensors
 

@@ -128,7 +128,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         """
         order = torch.arange(self.num_samples)
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            seed = self.seed * 1_000_003 + epoch
+            if seed.bit_length() > 63:  # torch takes 64 bits
+                seed %= 1 << 64
+            generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(self.num_samples, generator=generator)
         for batch in order.split(self.global_batch_size)[first : self.steps_per_epoch]:
             share = torch.tensor_split(batch, self.world_size)[self.rank]

@@ -115,6 +115,12 @@ def test_a_stateful_loader_resumes_itself(workers, monkeypatch):
     assert first + list(resumed) == whole
 
 
+@pytest.mark.parametrize("seed", [-(1 << 63), (1 << 64) - 1])
+def test_any_seed_of_64_bits(seed):
+    first, second = (next(sampler_of(0, 1, seed=seed + n).indices(1))[0].tolist() for n in (0, 1))
+    assert first != second
+
+
 def test_other_data_or_another_order_is_refused():
     state = sampler_of(0, 1).state_dict()
     with pytest.raises(ValueError, match="the checkpoint has seed=0, and this run 1"):

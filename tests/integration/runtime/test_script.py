@@ -212,6 +212,30 @@ def test_an_end_is_what_wait_says(tmp_path, code):
     assert (done.returncode, "Exception ignored" in done.stderr) == (1, False), done.stderr
 
 
+STARTS_PROGRAMS = """
+import os, resource, signal, subprocess, sys, torch, mpiddp
+from torch.utils.data import DataLoader
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+files = [open(os.devnull) for _ in range(1100)]
+class Programs:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        program = subprocess.Popen(["sleep", "1000"])
+        program.terminate()
+        return program.wait()
+print([int(code) for code in DataLoader(Programs(), num_workers=1, worker_init_fn=mpiddp.init_worker)])
+"""
+
+
+def test_programs_of_a_worker_receive_signals(tmp_path):
+    """`mpiddp.init_worker` in a rank with many open files."""
+    done = run_command([sys.executable, script(tmp_path, STARTS_PROGRAMS)])
+    assert (done.returncode, done.stdout) == (0, "[-15, -15]\n"), done.stderr
+
+
 WORKERS = """
 import os, sys
 from torch.utils.data import DataLoader
