@@ -109,7 +109,8 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
         node_rank=int(env["GROUP_RANK"]),
         num_nodes=int(env["GROUP_WORLD_SIZE"]),
     )
-    has_store = session.store is not None or env.get(AGENT_STORE) == "True"
+    is_served = session.control is not None and patches.is_on(patches.store_of_job.__name__)
+    has_store = is_served or env.get(AGENT_STORE) == "True"
     if world.rank == 0 and world.world_size > 1 and not has_store:
         # As in a command, nobody serves the store yet, unless the script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
