@@ -68,15 +68,16 @@ class OneSentenceParser(argparse.ArgumentParser):
         return "\n\n".join(part for part in (usage, examples(self.prog), rest) if part)
 
     def error(self, message: str) -> NoReturn:
-        hint = ""
+        hint, fix = "", f"{self.prog} --help"
         if unknown := re.fullmatch(r"unrecognized arguments: ([^\s=]+).*", message, re.DOTALL):
             actions = self._option_string_actions.items()
             option = _long(unknown[1].replace("_", "-"))
             hints = [text for form, text in self.elsewhere.items() if re.fullmatch(form, option)]
             listed = [name for name, action in actions if action.help != argparse.SUPPRESS]
             names = [name for name in listed if "_" not in name] if option[:1] == "-" else []
-            hint = f" {hints[0]}." if hints else did_you_mean(option, names)
-        raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
+            hint = did_you_mean(option, names)
+            fix = (hints or [fix])[0]
+        raise UserError(f"{self.prog}: {message}.{hint}", fix=fix)
 
     def _parse_optional(self, arg_string: str) -> Any:
         """Read mpirun's `-hostfile` as `--hostfile`. argparse would take it for `-h`, and `-mca` for `-m`."""

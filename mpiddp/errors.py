@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
-from mpiddp.text import escaped
+from mpiddp.text import FIX, escaped, with_fix
 
 DONE = 0  # every rank ended with exit code 0
 FAILED = 1  # a rank, a host, a disk or the network failed: read the error line
@@ -40,15 +40,27 @@ _FAILED_AIDS = set[str]()
 EXTRA_OF = {**dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"), "cloudpickle": "spawn"}
 
 
-class UserError(Exception):
-    """Bad input, as one sentence: what was found, what was expected and how to fix it.
+class _Sentence(Exception):
+    """An error that is printed as one sentence, and below it the command that mends it.
+
+    Args:
+        sentence: where, what was found, and what was expected.
+        fix: the command, or what to change; "" if there is nothing to say.
+    """
+
+    def __init__(self, sentence: str, *rest: object, fix: str = "") -> None:
+        super().__init__(with_fix(sentence, fix), *rest)
+
+
+class UserError(_Sentence):
+    """Bad input, as one sentence: what was found and what was expected; `fix` is the command that mends it.
 
     The command line prints it on stderr, once per job, and exits with code 2. A script may raise it too:
     then all ranks end with code 2, and the job is not restarted.
     """
 
 
-class JobFailed(Exception):
+class JobFailed(_Sentence):
     """A fault of a machine, the network or another rank in a job that has started, as one sentence.
 
     The exit code is 1, and `--max-restarts` restarts the job. A script may raise it too, with a sentence that
@@ -98,9 +110,9 @@ def missing_package(error: BaseException, user: str) -> str:
     packages = [name.partition(".")[0] for name in names]
     if [name for name in packages if name != "importlib"][-1:] != ["mpiddp"]:  # the importer
         return ""
-    return (
-        f"{user} needs {package}, which {sys.executable} does not have. "
-        f"Run: {sys.executable} -m pip install '{_source()}[{EXTRA_OF[package]}]'"
+    return with_fix(
+        f"{user} needs {package}, which {sys.executable} does not have.",
+        f"{sys.executable} -m pip install '{_source()}[{EXTRA_OF[package]}]'",
     )
 
 
@@ -174,10 +186,12 @@ def print_error(error: str | Exception) -> None:
 def message(sentence: str) -> str:
     """The lines of a message, without effects on a terminal, because the text may come from outside.
 
-    "mpiddp hosts: no such file" becomes "mpiddp: hosts: no such file". Lines after the first are indented.
+    "mpiddp hosts: no such file" becomes "mpiddp: hosts: no such file". Lines after the first are
+    indented, and the line with a fix has no prefix.
     """
-    text = escaped(without_prefix(sentence), keep="\n").replace("\n", "\nmpiddp:   ")
-    return f"mpiddp: {text}"
+    first, *others = escaped(without_prefix(sentence), keep="\n").split("\n")
+    lines = (line if line.startswith(FIX) else f"mpiddp:   {line}" for line in others)
+    return "\n".join([f"mpiddp: {first}", *lines])
 
 
 def without_prefix(sentence: str) -> str:
@@ -226,5 +240,5 @@ def check_program(name: str) -> None:
         raise UserError(f'"{escaped(name)}" is not a program on PATH.')
     with named_by(""):
         is_file = stat.S_ISREG(Path(name).stat().st_mode)
-    what = f"executable. Run: chmod +x {escaped(name)}" if is_file else "a program."
-    raise UserError(f"{escaped(name)} is not {what}")
+    what, fix = ("executable", f"chmod +x {escaped(name)}") if is_file else ("a program", "")
+    raise UserError(f"{escaped(name)} is not {what}.", fix=fix)

@@ -21,6 +21,24 @@ def escaped(text: str, *, keep: str = "") -> str:
     return _CONTROLS.sub(lambda match: match[0] if match[0] in keep else repr(match[0])[1:-1], text)
 
 
+FIX = "  fix: "  # the beginning of the line below a sentence, with the command that mends it
+
+
+def with_fix(sentence: str, fix: str) -> str:
+    """The sentence, and below it the command that mends it, or what to change; "" for none."""
+    return f"{sentence}\n{FIX}{fix}" if fix else sentence
+
+
+def parts(text: str) -> list[tuple[str, str]]:
+    """Each sentence of a text, with the command below it, or ""."""
+    sentences = re.split(f"\n(?!{FIX})", text)
+    return [
+        (lines[0], lines[2].replace(FIX, ""))
+        for sentence in sentences
+        for lines in [sentence.partition(f"\n{FIX}")]
+    ]
+
+
 def listed(names: Sequence[str], most: int = 8) -> str:
     """ "a, b, and 7 more": the first names of a long list, short enough for an error."""
     more = f", and {len(names) - most} more" if len(names) > most else ""

@@ -171,7 +171,7 @@ def plan_jobs(
     hosts, name = plan.request.hosts, _name(prog)
     if hosts.world_size < least_ranks:
         least = counted(least_ranks, "rank")
-        raise UserError(f"{prog}: it needs at least {least}. Example: -H localhost:{least_ranks}")
+        raise UserError(f"{prog}: it needs at least {least}.", fix=f"-H localhost:{least_ranks}")
     return Jobs(
         name,
         shlex.join([*prog.split(), *without_values(argv, values.exports)]),

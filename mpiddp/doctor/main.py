@@ -42,7 +42,7 @@ from mpiddp.launch.plan.command import Request
 from mpiddp.launch.plan.job_network import find_network
 from mpiddp.launch.plan.options import add_options, parse_options
 from mpiddp.launch.plan.starters import find_starter
-from mpiddp.text import all_of, as_json, counted, escaped
+from mpiddp.text import all_of, as_json, counted, escaped, parts
 from mpiddp.world import leave_enclosing_job
 
 _FACTS_S = 110.0  # a host with a slow name server and slow disks takes so long
@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
             for host, answer in answers.items():
                 if answer.why and host not in checked.complaints:
                     check = "versions" if answer.has_failed_there else "ssh"
-                    add([Line(check, FAIL, *_split(answer.why))])
+                    ((fact, fix),) = parts(answer.why)
+                    add([Line(check, FAIL, fact.rstrip("."), fix)])
             if answered := [host for host, answer in answers.items() if not answer.why]:
                 facts = {host.name: answers[host].value for host in answered}
                 every = "every host" + ("" if len(facts) == len(hosts.usable) else " that answers")
@@ -133,14 +134,19 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
     lines = [
-        Line("versions" if " differs: " in sentence else "preflight", FAIL, *_split(sentence))
+        Line("versions" if " differs: " in fact else "preflight", FAIL, fact.rstrip("."), fix)
         for complaint in checked.complaints.values()
-        for sentence in complaint.splitlines()
+        for fact, fix in parts(complaint)
     ]
     can_start = f"{counted(len(checked.infos), 'host')} can start ranks"
     fact = can_start if checked.infos else "no other host was to be asked"
     lines = lines or [Line("preflight", OK, f"{fact}, with {mpi}")]
-    notes = [(WARN, *_split(note)) for notes in checked.notes.values() for note in notes]
+    notes = [
+        (WARN, fact.rstrip("."), fix)
+        for texts in checked.notes.values()
+        for text in texts
+        for fact, fix in parts(text)
+    ]
     gpus = {host.name: gpus for host, gpus in checked.gpus.items()}
     alike = "the same on every host, unused and without errors"
     fact = alike if any(gpus.values()) else "no host has any"
@@ -264,9 +270,3 @@ def summary(lines: Sequence[Line], hosts: int, seconds: float) -> str:
     counts = {status: sum(line.status == status for line in lines) for status in _ORDER}
     results = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     return f"{counted(hosts, 'host')}, {results}, in {seconds:.1f} s"
-
-
-def _split(sentence: str) -> tuple[str, str]:
-    """The fact and the fix in a sentence of the preflight."""
-    fact, _, fix = sentence.partition(". ")
-    return fact.rstrip("."), fix.rstrip(".")

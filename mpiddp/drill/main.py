@@ -134,7 +134,8 @@ def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> 
     if options.job[0] == "--":
         raise UserError(
             "mpiddp drill: it observes a Python script or a module in each rank, and not a command "
-            'after "--". Example: mpiddp drill -n 2 train.py --out {out}'
+            'after "--".',
+            fix="mpiddp drill -n 2 train.py --out {out}",
         )
     if options.dry_run:
         raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")

@@ -20,6 +20,7 @@ from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
 from mpiddp.hosts.processes import descendants, kill_marked, marked, signal_all
 from mpiddp.protocol.variables import DRILL, OBSERVER
+from mpiddp.text import FIX
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run
 _LEAST_S = 60.0  # for any other command, or four times the time of the undisturbed run
@@ -177,7 +178,8 @@ def _error(report: Path) -> str:
 
 def _last_line(errors: Path) -> str:
     lines = filter(str.strip, errors.read_text("utf-8", errors="replace").splitlines())
-    return [*lines, "it printed no error"][-2:][0].removeprefix("mpiddp: ")
+    sentences = (line for line in lines if not line.startswith(FIX))
+    return [*sentences, "it printed no error"][-2:][0].removeprefix("mpiddp: ")
 
 
 def _end_leftover(records: Path, wait_s: float) -> None:

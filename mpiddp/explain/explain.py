@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import BinaryIO
 
 from mpiddp.explain.failures import FAILURES, Failure, Weight
-from mpiddp.text import escaped
+from mpiddp.text import FIX, escaped
 
 _LONGEST_LINE = 1 << 13  # bytes; the rest is searched as a line of its own
 _SHOWN = 160  # characters of a line that are printed
@@ -91,7 +91,7 @@ _HANG, _INTERRUPT = _BY_ID["python-hang"], _BY_ID["python-interrupted"]
 # Texts with the same first character share a branch, because that is faster than one alternative for each
 # text.
 _BRANCHES = groupby(
-    sorted([OURS, *(text for row in _ROWS for text in row.says)]), key=lambda text: text[0]
+    sorted([OURS, FIX, *(text for row in _ROWS for text in row.says)]), key=lambda text: text[0]
 )
 _TEXTS = re.compile(
     "|".join(
@@ -168,6 +168,8 @@ class Log:
 
     def _take(self, number: int, prefix: str, text: str) -> bool:
         """Keep what a line shows. Returns whether it shows a failure, or the end of the job."""
+        if text.startswith(FIX) and self.last_sentence:  # it belongs to the sentence above
+            text = f"{self.last_sentence}{text}"
         is_ours = text.startswith(OURS)
         verdict = _VERDICT.fullmatch(text) if is_ours else None
         rows = _shown_by(text)

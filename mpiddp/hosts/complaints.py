@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.transport import Transport
-from mpiddp.text import shown
+from mpiddp.text import shown, with_fix
 
 NO_PROGRAM = 96  # no exit code of ssh (255), of a shell (126, 127, 128 + N) or of Python (1, 2)
 _CONFIG_S = 5.0  # ssh -G, ssh-keygen and ssh-add get this time
@@ -33,7 +33,7 @@ _NOT_BEHIND = (
 )
 _WAY = "({here} → {name} tcp/{at})"
 _SLOW = "If its logins are slow: --login-timeout {longer}s"
-_IS_IT_ON = "Check that the host is on and the network is up."
+_IS_IT_ON = "check that the host is on and the network is up"
 _DENIED = r"^(?:\S+: )?Permission denied \(([^)]*)\)"
 
 
@@ -53,37 +53,37 @@ class SshError(NamedTuple):
 
 # The first row counts whose pattern matches.
 SSH_ERRORS = (
-    SshError(_JUMP_FAILED, "ssh {name}: the jump host on the way failed ({0}).", "Try: {ssh} true"),
+    SshError(_JUMP_FAILED, "ssh {name}: the jump host on the way failed ({0}).", "{ssh} true"),
     SshError(
         _NOT_BEHIND,
         "ssh {name}: the jump host on the way does not reach it ({0}).",
-        "Try: {ssh} true",
+        "{ssh} true",
     ),
     SshError(
         "^ssh: Could not resolve hostname",
         "{name}: cannot be resolved from {here}.",
-        "Add it to DNS or /etc/hosts.",
+        "add it to DNS or /etc/hosts",
         "ssh-unresolved",
         ("ssh: Could not resolve hostname",),
     ),
     SshError(
         "IDENTIFICATION HAS CHANGED",
         "ssh {name}: its host key has changed.",
-        "Check that it is the same host, then run: ssh-keygen -R {key_name}",
+        "ssh-keygen -R {key_name}, once you have checked that it is the same host",
         "ssh-host-key-changed",
         ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
     ),
     SshError(
         "^Host key verification failed",
         "ssh {name}: its host key is unknown.",
-        "To compare and accept it: mpiddp hosts keys HOSTFILE",
+        "mpiddp hosts keys HOSTFILE",
         "ssh-host-key-unknown",
         ("Host key verification failed",),
     ),
     SshError(
         r"^(?:Permissions \d+ for|Bad owner or permissions on) '?(.+?)'?(?: are too open.*)?$",
         "ssh {name}: ssh does not use {0}, because others can read or write it.",
-        "Run: chmod 600 {0}",
+        "chmod 600 {0}",
         "ssh-permissions",
         ("are too open", "Bad owner or permissions on"),
         "~/.ssh/id_ed25519",
@@ -91,13 +91,13 @@ SSH_ERRORS = (
     SshError(
         "^Received disconnect .*: (Too many authentication failures)",
         "ssh {name}: {0}: ssh offers other keys first.",
-        "Name the right one in ~/.ssh/config: IdentityFile FILE, IdentitiesOnly yes",
+        "name the right one in ~/.ssh/config: IdentityFile FILE, IdentitiesOnly yes",
     ),
     SshError(r"^(.+ line \d+: Bad configuration option: .+)", "ssh {name}: {0}", ""),
     SshError(
         _DENIED,
         "ssh {name}: permission denied ({0}).",
-        "Run: ssh-copy-id {port}{target}",
+        "ssh-copy-id {port}{target}",
         "ssh-key-refused",
         tuple(f"Permission denied ({way}" for way in ("publickey", "password", "gssapi")),
         "publickey",
@@ -105,7 +105,7 @@ SSH_ERRORS = (
     SshError(
         "^(?:ssh: connect to host .*|channel .* failed): Connection refused",
         f"ssh {{name}}: connection refused {_WAY}.",
-        "Start sshd there, or set its port in the hostfile: {name} port=N",
+        "start sshd there, or set its port in the hostfile: {name} port=N",
         "ssh-refused",
         ("ssh: connect to host",),
     ),
@@ -136,7 +136,7 @@ SSH_ERRORS = (
     SshError(
         "^(?:kex|ssh)_exchange_identification: ",
         "ssh {name}: its sshd closes each login before it begins.",
-        "See MaxStartups in its sshd_config, and whether it blocks this address (fail2ban). Try: {ssh} true",
+        "see MaxStartups in its sshd_config, and whether it blocks this address (fail2ban): {ssh} true",
         "ssh-closed-early",
         ("kex_exchange_identification", "ssh_exchange_identification"),
     ),
@@ -195,21 +195,21 @@ class Answer:
         host, python, transport = self.host, self.python, self.transport
         is_ours = os.sep in python  # else any Python will do
         if self.exit_code == NO_PROGRAM:
-            fix = "Install it there."
+            fix = "install it there"
             if is_ours:
-                fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host"
-                fix += ", or copy them there: mpiddp hosts push HOSTFILE"
-            return f"{host.name}: {python} is missing. {fix}"
+                fix = f"mpiddp hosts push HOSTFILE, or install it, and Python in {sys.base_prefix}, there"
+            return with_fix(f"{host.name}: {python} is missing.", fix)
         if self.has_begun and self.exit_code is None:
-            hint = f"The host is silent, or a file server does not answer. Try: {ssh_line(host)} df"
-            return f"{host.name}: {python} has started there, and does not end in time. {hint}"
+            why = "the host is silent, or a file server does not answer"
+            hangs = f"{host.name}: {python} has started there, and does not end in time: {why}."
+            return with_fix(hangs, f"{ssh_line(host)} df")
         errors = self.stderr.strip().splitlines()
         if self.has_failed_there:
             last = [f"exit code {self.exit_code}", *errors][-1]
             if "[Errno " in last:  # the disk may be full
-                return f"{host.name}: {last.rstrip('.')}. Try: {ssh_line(host)} df"
-            fix = " Install the same Python there as here." if is_ours else ""
-            return f"{host.name}: {python} does not run there: {last.rstrip('.')}.{fix}"
+                return with_fix(f"{host.name}: {last.rstrip('.')}.", f"{ssh_line(host)} df")
+            fix = "install the same Python there as here" if is_ours else ""
+            return with_fix(f"{host.name}: {python} does not run there: {last.rstrip('.')}.", fix)
         no_end = f"no answer in {transport.login_s:g} s"
         if not transport.is_ssh:
             reason = ["no output" if self.exit_code else no_end, *errors][-1]
@@ -217,14 +217,16 @@ class Answer:
         if self.exit_code is None:
             why = "A start-up file there may wait for input"
             slow = _SLOW.format(longer=f"{2 * transport.login_s:.0f}")
-            return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {why}. {slow}"
+            return with_fix(f"ssh {host.name}: {no_end}. {why}.", f"{ssh_line(host)} true. {slow}")
         printed = self.printed_before.strip().splitlines()
         if self.exit_code != 255:
             # An sshd may print a banner, and a start-up file a greeting, before the reason.
             reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
             why = f"the host runs another command, which prints: {reason or 'nothing'}"
             see = "its login shell, its start-up files, and command= in its authorized_keys"
-            return f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, {see}."
+            return with_fix(
+                f"ssh {host.name}: {why}.", f"see ForceCommand in its sshd_config, {see}"
+            )
         return ssh_complaint(host, self.stderr, transport)
 
     @cached_property
@@ -258,11 +260,13 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
             if key := next(filter(_is_locked, keys), ""):
                 agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '
                 why = f"the key {key} has a passphrase, and no agent holds it"
-                return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
-            return f"{error.cause} {error.fix}".rstrip().format(*match.groups(), **words)
+                return with_fix(f"ssh {host.name}: {why}.", f"{agent}ssh-add {key}")
+            return with_fix(error.cause, error.fix).format(*match.groups(), **words)
     if not lines:
-        return f"ssh {host.name} failed: no output. Try: {ssh.replace('ssh', 'ssh -v', 1)} true"
-    return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh} true"
+        return with_fix(
+            f"ssh {host.name} failed: no output.", f"{ssh.replace('ssh', 'ssh -v', 1)} true"
+        )
+    return with_fix(f"ssh {host.name} failed: {lines[-1]}.", f"{ssh} true")
 
 
 def in_general(error: SshError) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import Gpu, Holder, chosen_gpus, hides_all_gpus
-from mpiddp.text import counted, duration, escaped, listed, size_text
+from mpiddp.text import counted, duration, escaped, listed, size_text, with_fix
 
 _LEAST = 128 << 20  # bytes; a process that holds less, such as a server of MPS, is not named
 _LEAST_SHARE = 0.1  # if unknown processes hold a larger share of a GPU's memory, a note says so
@@ -50,13 +50,14 @@ def faults(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iter
     """A sentence for each fault of the chosen GPUs of a host."""
     for number, gpu in _those(gpus, chosen):
         if gpu.is_lost:
-            yield f"{host}: its driver does not reach the GPU at {gpu.address}. Restart the host."
+            fact = f"{host}: its driver does not reach the GPU at {gpu.address}."
+            yield with_fix(fact, "restart the host")
         if gpu.errors:
             errors = counted(gpu.errors, "uncorrected memory error")
-            reset = f"Reset it there: nvidia-smi -r -i {number}"
-            yield f"{host}: GPU {number} has {errors} (ECC). {reset}."
+            reset = f"nvidia-smi -r -i {number}, on {host}"
+            yield with_fix(f"{host}: GPU {number} has {errors} (ECC).", reset)
         for fact in _reported(gpu, is_over=False):
-            yield f"{host}: GPU {number} {fact}. Restart the host."
+            yield with_fix(f"{host}: GPU {number} {fact}.", "restart the host")
 
 
 def notes(
@@ -91,7 +92,7 @@ def _held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
     others = [holder for holder in large if holder.user]
     for holder in (holder for holder in others if holder.is_left):
         fact = f"{_named(holder)} of an earlier job still holds {_memory(holder)} of GPU {number}"
-        yield f"{host}: {fact}. To end it: {ssh}{' ' * bool(ssh)}kill -9 {holder.pid}"
+        yield with_fix(f"{host}: {fact}.", f"{ssh}{' ' * bool(ssh)}kill -9 {holder.pid}")
     if running := [holder for holder in others if not holder.is_left]:
         named = listed([f"{_named(holder)} holds {_memory(holder)}" for holder in running], most=4)
         yield f"{host}: GPU {number} is in use: {named}."

@@ -22,20 +22,24 @@ from mpiddp.hosts.names import expand_nodelist
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import listed, shown
 
-EXAMPLE = "Example: node1 slots=4"
+EXAMPLE = "for example: node1 slots=4"
 
 # The values of a line: a pattern of each, and what is expected. A name becomes an argument of ssh and of
 # mpirun, so it must not look like an option.
 _OF_A_NAME = r"[A-Za-z0-9._-]{0,252}"  # as long as DNS allows
 _NAME = f'a name of letters, digits, ".", "_" and "-". {EXAMPLE}'
-_NUMBER = ("[0-9]{1,6}", "a positive integer below a million. Example: node1 slots=4, or node1:4")
+_NUMBER = (
+    "[0-9]{1,6}",
+    "a positive integer below a million; for example node1 slots=4, or node1:4",
+)
 _VALUES = {
     "host": (f"[A-Za-z0-9]{_OF_A_NAME}", _NAME),
     "user": (f"[A-Za-z0-9_]{_OF_A_NAME}", _NAME),
     **dict.fromkeys(("slots", "max_slots", "port"), _NUMBER),
     "gpus": (
         r"[0-9]{1,3}(,[0-9]{1,3})*|MIG-[\w/-]{1,90}(,MIG-[\w/-]{1,90})*",
-        "a list of GPU numbers, or of names of MIG devices. Example: node1 gpus=0,2,3",
+        "a list of GPU numbers, or of names of MIG devices",
+        "node1 gpus=0,2,3",
     ),
 }
 _ADDRESS = re.compile(r"(?=.{1,253}$)([0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)")
@@ -162,8 +166,8 @@ def hosts_between_commas(where: str, text: str) -> list[Host]:
     hosts = []
     for entry in _COMMA.split(text):
         if len(tokens := _tokens(entry)) != 1:
-            example = "Example: -H node1:2,node2:4"
-            raise UserError(f'{where}: "{shown(entry)}" is not a host. {example}')
+            fix = "for example: -H node1:2,node2:4"
+            raise UserError(f'{where}: "{shown(entry)}" is not a host.', fix=fix)
         hosts += _parse_hosts(where, tokens)
     return hosts
 
@@ -187,14 +191,14 @@ def _text(data: bytes, source: str) -> str:
     """The file's bytes as text, without a byte order mark. Raises UserError."""
     if len(data) > _MAX_BYTES:
         raise UserError(
-            f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile. {EXAMPLE}"
+            f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile.", fix=EXAMPLE
         )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{source}:{data.count(10, 0, error.start) + 1}"
         byte = f"byte 0x{data[error.start]:02x}"
-        raise UserError(f"{where}: {byte} is not text. {EXAMPLE}") from None
+        raise UserError(f"{where}: {byte} is not text.", fix=EXAMPLE) from None
 
 
 def _tokens(line: str) -> list[str]:
@@ -214,8 +218,8 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
     try:
         names = expand_nodelist(name) if "[" in name else [name]
     except ValueError as error:
-        example = "Example: gpu[01-16,20] slots=8"
-        raise UserError(f'{where}: "{shown(tokens[0])}": {error}. {example}') from None
+        fix = "for example: gpu[01-16,20] slots=8"
+        raise UserError(f'{where}: "{shown(tokens[0])}": {error}.', fix=fix) from None
     name, *more = [_value(where, "host", name, name) for name in names]
     values: dict[str, Any] = {}
     if at:
@@ -227,8 +231,8 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
         key = key.replace("max-slots", "max_slots")
         if not equals or key not in _VALUES.keys() - {"host"}:
             raise UserError(
-                f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=. '
-                f"{EXAMPLE}"
+                f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=.',
+                fix=EXAMPLE,
             )
         if key in values:
             raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
@@ -236,8 +240,8 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
     host = Host(name, **{"slots": len(values.get("gpus", ())) or None, **values})
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
         raise UserError(
-            f"{where}: max_slots={host.max_slots} is less than slots={host.slots}. "
-            f"Raise it, or write: {name} slots={host.max_slots}"
+            f"{where}: max_slots={host.max_slots} is less than slots={host.slots}.",
+            fix=f"{name} slots={host.max_slots}",
         )
     if host.port is not None and not 1 <= host.port <= 65535:
         raise UserError(f"{where}: port={host.port} is not a port. Expected 1 to 65535.")

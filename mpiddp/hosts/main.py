@@ -31,7 +31,8 @@ def main(argv: list[str]) -> int:
     hosts = where.named_hosts(options.hostfile, options.host_list, os.environ, options.login_s)
     if hosts is None:
         raise UserError(
-            f"mpiddp hosts {options.verb}: on which hosts? Name them: FILE, --hostfile FILE or -H node1,node2"
+            f"mpiddp hosts {options.verb}: on which hosts?",
+            fix="FILE, --hostfile FILE or -H node1,node2",
         )
     if options.verb == "check":
         print(table(hosts))

@@ -36,7 +36,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.text import counted, escaped, names_by_value, shown, size_text
+from mpiddp.text import counted, escaped, names_by_value, shown, size_text, with_fix
 
 # Conda's base, and an interpreter of pyenv, have other environments and downloads in these folders.
 _OTHERS = ("envs", "pkgs")
@@ -112,8 +112,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     folders = [*map(parse_folder, options.folders)]
     for data in (f"{path}/data" for path in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # it may be a data set
-            to_push = f"To push it: mpiddp hosts push FILE {shlex.quote(data)}"
-            print_error(f"{data} is left out. {to_push}")
+            fix = f"mpiddp hosts push FILE {shlex.quote(data)}"
+            print_error(with_fix(f"{data} is left out.", fix))
     began = time.monotonic()
     sent, failures = push(
         hosts.hosts,

@@ -71,7 +71,7 @@ sys.exit(code)
 
 def add_arguments(parser: OneSentenceParser) -> None:
     parser.usage = "mpiddp hosts run [options] [FILE] -- COMMAND [ARGS ...]"
-    parser.elsewhere = {"[^-].*": "Write -- before the command"}
+    parser.elsewhere = {"[^-].*": "write -- before the command"}
     add_file(parser)
     parser.add_argument(
         "--timeout", type=duration, metavar="30s", help="end the command after this time"
@@ -82,7 +82,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Run `options.command` on all hosts, and print the answers. Returns 1 if it failed on any."""
     if not options.command:
         raise UserError(
-            "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L"
+            "mpiddp hosts run: no command.", fix="mpiddp hosts run FILE -- nvidia-smi -L"
         )
     # The command travels as a literal of Python, so no shell reads it.
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED, "HINT": ""}

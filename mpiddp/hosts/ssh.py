@@ -33,7 +33,7 @@ from mpiddp.hosts.processes import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
 _MOST_LOGINS = 32  # that wait for their hosts at the same time
-_NO_SSH = "ssh is not installed here. Run: sudo apt-get install openssh-client."
+_NO_SSH = "ssh is not installed here."
 _FILES_PER_HOST = 3  # a login has a socket, a pipe and a file
 _END_S = 4.0  # a program on this machine gets this time to end by itself
 _ENDS_STEP_S = 1.0  # a scheduler's program gets this time to end its task
@@ -130,7 +130,8 @@ def ask_hosts(
     only the output that `show` has not got. Raises UserError if ssh is not installed here.
     """
     if (others := other_hosts(hosts)) and not transport.is_installed:
-        raise UserError(f"{_NO_SSH} {transport.hint}".rstrip())
+        fix = "sudo apt-get install openssh-client"
+        raise UserError(f"{_NO_SSH} {transport.hint}".rstrip(), fix=fix)
     kept = logins if transport.keeps_open else None
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     work_s = transport.login_s if work_s is None else work_s

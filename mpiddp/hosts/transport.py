@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mpiddp.text import with_fix
+
 
 class Transport(NamedTuple):
     """A program like ssh."""
@@ -39,7 +41,8 @@ class Transport(NamedTuple):
 
     def complaint(self, host: str, reason: str) -> str:
         """The sentence about a host that it does not reach."""
-        return f"{self.name} {host} failed: {reason.rstrip('.')}. {self.fix.format(host=host)}"
+        failed = f"{self.name} {host} failed: {reason.rstrip('.')}."
+        return with_fix(failed, self.fix.format(host=host))
 
     @property
     def connect_s(self) -> int:
@@ -61,7 +64,7 @@ SSH_IN_PBS = SSH._replace(
     hint="If this site allows no ssh between the hosts of a PBS job, let an MPI that knows PBS start the "
     "ranks: mpirun python -m mpiddp run …"
 )
-_INSTEAD = "Where ssh is allowed, it can be used instead: {}"
+_INSTEAD = "{}, where ssh is allowed"
 # qrsh(1): -inherit starts a task of the running job. The parallel environment needs control_slaves.
 QRSH = Transport(
     "qrsh -inherit", ("qrsh", "-inherit"), "sge", _INSTEAD.format("--hostfile $PE_HOSTFILE")
@@ -80,7 +83,7 @@ SRUN = Transport(
         *("--chdir=/", "--export=HOME,USER,LOGNAME,SHELL,LANG,PATH", "--nodelist"),
     ),
     "rsh",
-    "See: scontrol show node {host}",
+    "scontrol show node {host}",
     if_lost="If Slurm loses a node, it ends the whole job, unless the job has: #SBATCH --no-kill",
     shell=("sh", "-c"),
     keeps_open=True,

@@ -192,12 +192,13 @@ def launch_function(argv: list[str]) -> int:
         if outcome.code in (DONE, STOPPED) and lacking:
             sentence = f"{all_of(lacking)} ended without a result."
             outcome = outcome._replace(code=FAILED, sentence=sentence)
-        if below := outcome.known_cause or outcome.advice:  # the caller's exception has the verdict
-            log.error(below)
+        if outcome.known_cause:  # the caller's exception has the verdict
+            log.error(outcome.known_cause)
     except (Exception, KeyboardInterrupt) as error:
         outcome = _refused(error)
     is_done = outcome.code in (DONE, STOPPED)
-    facts = {name: getattr(outcome, name) for name in ("code", "sentence", "rank", "host")}
+    facts = {name: getattr(outcome, name) for name in ("code", "rank", "host")}
+    facts["sentence"] = outcome.verdict
     with contextlib.suppress(OSError):  # the caller has ended
         for rank, body in (exchange.results if is_done else exchange.errors).items():
             if is_done or rank == outcome.rank:  # the error of the rank that failed first

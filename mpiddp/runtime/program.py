@@ -48,8 +48,10 @@ class Program(NamedTuple):
                 if path.is_dir() and (path / "__main__.py").is_file():
                     return
                 if not path.is_file():
-                    folder = "a folder without a __main__.py. To run a module: mpiddp run -m MODULE"
-                    raise UserError(f"{name} is {folder if path.is_dir() else 'no regular file.'}")
+                    if path.is_dir():
+                        what, fix = "a folder without a __main__.py", "mpiddp run -m MODULE"
+                        raise UserError(f"{name} is {what}.", fix=fix)
+                    raise UserError(f"{name} is no regular file.")
                 with path.open("rb") as file:
                     _refuse_shell_script(name, file.readline(1000), file)
 
@@ -66,8 +68,8 @@ def _refuse_shell_script(name: str, first_line: bytes, rest: IO[bytes]) -> None:
         compile(first_line + rest.read(), name, "exec")
     except (SyntaxError, ValueError):
         line = first_line.decode(errors="replace").strip()
-        fix = f"To run a command: mpiddp launch … -- ./{name}"
-        raise UserError(f'{name} is not Python: it begins with "{line}". {fix}') from None
+        fix = f"mpiddp launch … -- ./{name}"
+        raise UserError(f'{name} is not Python: it begins with "{line}".', fix=fix) from None
 
 
 def parse(argv: list[str]) -> Program:

@@ -147,8 +147,8 @@ def require(env: Mapping[str, str]) -> None:
         # W&B makes a folder "wandb" in the working folder, which python could import as a package.
         if spec is None or spec.origin is None:
             raise UserError(
-                f"--log-to {name} needs {name}, which {sys.executable} does not have. "
-                f"Run: {sys.executable} -m pip install {name}"
+                f"--log-to {name} needs {name}, which {sys.executable} does not have.",
+                fix=f"{sys.executable} -m pip install {name}",
             )
 
 

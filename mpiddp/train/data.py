@@ -308,7 +308,7 @@ def default_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpiddp"
     except RuntimeError:  # a container's user without an entry in /etc/passwd
         raise mpiddp.UserError(
-            "no folder for data: HOME is not set. Name one: --data-dir DIR, or MPIDDP_DATA=DIR."
+            "no folder for data: HOME is not set.", fix="--data-dir DIR, or MPIDDP_DATA=DIR"
         ) from None
 
 

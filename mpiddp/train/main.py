@@ -199,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises its errors as UserError, because every rank parses the options."""
 
     def error(self, message: str) -> NoReturn:
-        raise mpiddp.UserError(f"{self.prog}: {message}. See: {self.prog} --help")
+        raise mpiddp.UserError(f"{self.prog}: {message}.", fix=f"{self.prog} --help")
 
 
 def option_parser(*, shows_all: bool = True) -> argparse.ArgumentParser:

@@ -316,7 +316,7 @@ def test_qdel(engine, without_sshd):
 def test_an_environment_that_starts_nothing_elsewhere(qsub):
     """If a parallel environment cannot start programs on other hosts, the error shows the way over ssh."""
     line = one_line(qsub(program("identity.py"), pe="loose 3"), "failed")
-    assert re.fullmatch(error("Where ssh", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
+    assert re.fullmatch(error("where ssh is allowed", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
 
 
 # --- LSF and PBS: stand-ins of their own remote programs, and no ssh ---
@@ -357,7 +357,7 @@ def test_an_lsf_job(hosts, mpi):
     del env["LSB_JOBID"]
     line = one_line(hosts.run("launch", program("identity.py"), env=env), "blaunch")
     values = ("blaunch node1 ", "not within a job", "--hostfile $LSB_DJOB_HOSTFILE")
-    assert re.fullmatch(error("Where ssh", *values), line)
+    assert re.fullmatch(error("where ssh is allowed", *values), line)
 
 
 def test_a_pbs_job_without_ssh(hosts):

@@ -31,12 +31,11 @@ def tools(hosts: Hosts, name: str, texts: Mapping[str, str]) -> dict[str, str]:
 def test_a_host_with_a_broken_gpu(hosts):
     """A host whose GPU has memory errors is refused, or left out, or used with --no-check."""
     env = tools(hosts, "nvidia-smi", {"node0": nvidia_smi({}), "node1": BROKEN})
-    sentence = (
-        "node1: GPU 0 has 3 uncorrected memory errors (ECC). Reset it there: nvidia-smi -r -i 0. "
-        "To start anyway: --no-check"
-    )
+    sentence = "node1: GPU 0 has 3 uncorrected memory errors (ECC)."
+    fixes = ["nvidia-smi -r -i 0, on node1", "--no-check, to start anyway"]
     refused = hosts.run(*ONE_EACH, JOB, env=env)
     assert (refused.code, refused.stdout, refused.said) == (2, "", [sentence])
+    assert refused.fixes == fixes
     done = hosts.run(*ONE_EACH, "--min-hosts", "1", JOB, env=env).assert_ok()
     assert [rank["host"] for rank in done.records] == ["node0"]
     assert f"leaving out a host: {sentence}" in done.said
@@ -78,11 +77,12 @@ def test_a_gpu_that_has_reported_an_error(hosts):
     refused = hosts.run(*ONE_EACH, JOB, env=env)
     assert refused.code == 2
     (sentence,) = refused.said
-    xid = r"node1: GPU 0 reported Xid 79 \(it has fallen off the bus\) \d+ s ago\. "
-    assert re.fullmatch(f"{xid}.*--no-check", sentence)
+    xid = r"node1: GPU 0 reported Xid 79 \(it has fallen off the bus\) \d+ s ago\."
+    assert re.fullmatch(xid, sentence)
+    assert refused.fixes == ["restart the host", "--no-check, to start anyway"]
     tools(hosts, "nvidia-smi", {"node0": nvidia_smi({}), "node1": nvidia_smi({})})  # it was reset
     (sentence,) = hosts.run(*ONE_EACH, JOB, env=env).assert_ok().said
-    assert re.fullmatch(f"{xid}Its driver has started since, or calls it usable\\.", sentence)
+    assert re.fullmatch(f"{xid} Its driver has started since, or calls it usable\\.", sentence)
 
 
 def test_a_gpu_that_an_earlier_job_still_holds(hosts):
@@ -92,8 +92,7 @@ def test_a_gpu_that_an_earlier_job_still_holds(hosts):
     used = nvidia_smi({"memory.used": "1100"}, users=f"{GPU_ROW['uuid']}, {pid}, 1014")
     env = tools(hosts, "nvidia-smi", {"node0": nvidia_smi({}), "node1": used})
     done = hosts.run(*ONE_EACH, JOB, env=env).assert_ok()
-    (sentence,) = done.said
-    fact, _, end = sentence.partition(" To end it: ")
+    (fact,), (end,) = done.said, done.fixes
     holder = f"node1: pid {pid} of root (sleep 6000) of an earlier job"
     assert fact == f"{holder} still holds 1.1 GB of GPU 0."
     assert end == f"ssh node1 kill -9 {pid}"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from mpiddp.checkpoints import folder as directory
+from mpiddp.text import FIX
 from tests.support.cluster import Cluster, faults
 from tests.support.cluster.faults import begins_with, sshd_with
 from tests.support.cluster.host import TMPDIR
@@ -175,25 +176,25 @@ class Fault(NamedTuple):
     bashrc: str = ""  # of node1
 
 
-REFUSED = "permission denied (publickey). Run: ssh-copy-id node1"
-OTHER = "runs another command, which prints: {} See ForceCommand in its sshd_config"
+REFUSED = f"permission denied (publickey).\n{FIX}ssh-copy-id node1"
+OTHER = f"runs another command, which prints: {{}}\n{FIX}see ForceCommand in its sshd_config"
 MISSING = "Welcome / /root/.bashrc: line 2: missing: No such file or directory."
 BANNER = "Connection timed out: so ends an idle session.\n"
 FAULTS = {
     "readable key": Fault(
-        f"{KEY}, because others can read or write it. Run: chmod 600 {KEY}",
+        f"{KEY}, because others can read or write it.\n{FIX}chmod 600 {KEY}",
         own="chmod 644 id_ed25519",
     ),
     "locked key": Fault(
-        f'{KEY} has a passphrase, and no agent holds it. Run: eval "$(ssh-agent)"; ssh-add',
+        f'{KEY} has a passphrase, and no agent holds it.\n{FIX}eval "$(ssh-agent)"; ssh-add',
         own="ssh-keygen -q -p -P '' -N 'a secret' -f id_ed25519",
     ),
     "changed key": Fault(
-        "its host key has changed. Check that it is the same host, then run: ssh-keygen -R",
+        f"its host key has changed.\n{FIX}ssh-keygen -R",
         own=r'sed -i "s|^\(node1[^ ]*\) .*|\1 $(cat authorized_keys)|" known_hosts',
     ),
     "many keys": Fault(
-        "Too many authentication failures: ssh offers other keys first. Name the right one in",
+        f"Too many authentication failures: ssh offers other keys first.\n{FIX}name the right one in",
         own="ssh-keygen -q -t ecdsa -N '' -f id_ecdsa",
         sshd="MaxAuthTries 1\n",
     ),
@@ -219,8 +220,8 @@ def test_what_ssh_itself_says(hosts, fault):
     ):
         done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
     assert done.code == 2
-    (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith("mpiddp: ssh node1: ")
+    (sentence,) = done.refusals
+    assert sentence.startswith("ssh node1: ")
     assert fault.words in sentence
 
 
@@ -254,8 +255,8 @@ def test_a_host_without_space(hosts, folder, names_it):
     with faults.mounted(hosts["node1"], folder, "-o", "size=4k,mode=1777"):
         hosts["node1"].path(f"{folder}/file").write_text("full")
         done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
-    full = f"node1: OSError: [Errno 28] No space left on device{names_it}. Try: ssh node1 df"
-    assert (done.code, done.said) == (1, [full])  # no bad input
+    full = f"node1: OSError: [Errno 28] No space left on device{names_it}."
+    assert (done.code, done.said, done.fixes) == (1, [full], ["ssh node1 df"])  # no bad input
 
 
 def test_a_script_that_a_host_lacks(hosts):
@@ -265,8 +266,8 @@ def test_a_script_that_a_host_lacks(hosts):
         hosts[name].path(folder).mkdir()
     hosts["node0"].path(f"{folder}/train.py").write_text("print(1)\n")
     done = hosts.run(*launch, "train.py", cwd=folder)
-    copy = "mpiddp launch --push …, or mpiddp hosts push HOSTFILE."
-    assert (done.code, done.said) == (2, [f"node1: train.py is missing. Copy it there: {copy}"])
+    copy = "mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
+    assert (done.code, done.said, done.fixes) == (2, ["node1: train.py is missing."], [copy])
     done = hosts.run(*launch, "--push", "train.py", cwd=folder)
     assert done.assert_ok().stdout == "1\n1\n"
 

@@ -592,7 +592,7 @@ def test_all_broken_hosts_at_once(hosts):
         where = ("-H", "node0:1,node1:1,node2:1,nowhere:1")
         done = hosts.run("launch", *where, program("identity.py"))
     key, no_sshd, no_name = done.refusals
-    assert re.fullmatch(error("(publickey)", "ssh node1: ", "Run: ssh-copy-id node1 "), key), key
+    assert re.fullmatch(error("(publickey)", "ssh node1: ", "ssh-copy-id node1 "), key), key
     assert re.fullmatch(error("connection refused", "ssh node2: ", "sshd"), no_sshd), no_sshd
     assert re.fullmatch(error("be resolved", "nowhere: ", "/etc/hosts"), no_name), no_name
 

@@ -6,15 +6,17 @@ from collections.abc import Callable
 import pytest
 
 from mpiddp.errors import UserError
+from mpiddp.text import FIX
 
 
 def error(words: str, *values: str) -> str:
-    """One line that shows these words, and these values in this order.
+    """One sentence that shows these words, and with the command below it these values in this order.
 
     `re.fullmatch` asserts that nothing stands before or after it.
     """
-    shown = "".join(r"[^\n]*?" + re.escape(value.rstrip(" ")) for value in values)
-    return rf"(?=[^\n]*{re.escape(words)}){shown}[^\n]*"
+    text = rf"(?:[^\n]|\n{FIX})*"
+    shown = "".join(f"{text}?{re.escape(value.rstrip(' '))}" for value in values)
+    return rf"(?={text}{re.escape(words)}){shown}{text}"
 
 
 def refusal(call: Callable[[], object]) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 from mpiddp.cli import VERBS
+from mpiddp.text import FIX
 from tests.support import forked
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.installs import MPIS as OTHER_MPIS
@@ -86,11 +87,17 @@ class Done:
         return re.findall(r"mpiddp: (.*)", self.stderr)
 
     @property
+    def fixes(self) -> list[str]:
+        """The commands below such lines."""
+        return re.findall(f"^{FIX}(.*)", self.stderr, re.MULTILINE)
+
+    @property
     def refusals(self) -> list[str]:
-        """The sentences of a command that has refused bad input, and printed nothing else."""
+        """The sentences, with their fixes, of a command that has refused bad input."""
         assert (self.code, self.stdout) == (2, ""), self.stderr
-        assert all(line.startswith("mpiddp: ") for line in self.stderr.splitlines()), self.stderr
-        return [sentence.lstrip() for sentence in self.said]
+        lines = self.stderr.splitlines()
+        assert all(line.startswith(("mpiddp: ", FIX)) for line in lines), self.stderr
+        return [text.strip() for text in re.split("^mpiddp: ", self.stderr, flags=re.MULTILINE)[1:]]
 
     def assert_ok(self) -> Done:
         return self.assert_code(0)

@@ -17,7 +17,7 @@ from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record, Stop, is_s
 from mpiddp.launch.judge.hangs import sentence_at_failure
 from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
 from mpiddp.protocol.server import Event
-from mpiddp.text import escaped, signal_name, size_text
+from mpiddp.text import escaped, signal_name, size_text, with_fix
 
 # An error that follows from the end of another rank may be reported this much before that end.
 _CONSEQUENCE_S = 0.3
@@ -34,7 +34,7 @@ _MOST_SEARCHED = 64  # ranks whose last lines are searched for a known cause: mo
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _WAS_NOT_ASKED = ". Its script had not called mpiddp.should_stop(), so it was not asked to save"
 _FORGED = "without its proof: somebody on the network writes into it"
-_CHECK = "to check the hosts: mpiddp doctor"
+_CHECK = "mpiddp doctor, which checks the hosts"
 _LEFT_EARLY = "ended early, with exit code 0"
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
@@ -143,7 +143,7 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         cause = "mpirun ended, but no rank ever reported"
     elif not record.latest["started"] and len(record.fact("began", "here")) < record.world_size:
         cause += " before any rank had started"
-        return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False, advice=_CHECK)
+        return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False, fix=_CHECK)
     return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 
@@ -159,7 +159,7 @@ def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | N
     else:
         why = f"{mpirun.name} could not start {others} (exit code {mpirun.code})"
         host = _only_host(record, missing)
-    return Outcome(FAILED, f"{why}.", is_complete=False, host_at_fault=host, advice=_CHECK)
+    return Outcome(FAILED, f"{why}.", is_complete=False, host_at_fault=host, fix=_CHECK)
 
 
 def _only_host(record: Record, ranks: Sequence[int]) -> str:
@@ -341,10 +341,9 @@ def _lack_of_memory(record: Record, first: Event) -> str:
     count, limit = facts["oom_kills"], facts["memory_limit"]
     killed = "a process" if count == 1 else f"{count} processes"
     full = f"its control group's limit of {size_text(limit)}" if limit else "its host's memory"
-    return (
-        f"the kernel has killed {killed} {place}, because {full} was reached (oom_kill). "
-        "Fix: a smaller batch, fewer DataLoader workers, or more memory. "
-        "More: mpiddp explain system-out-of-memory"
+    return with_fix(
+        f"the kernel has killed {killed} {place}, because {full} was reached (oom_kill).",
+        "a smaller batch, fewer DataLoader workers, or more memory: mpiddp explain system-out-of-memory",
     )
 
 
@@ -372,5 +371,5 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
     row = explanation.failure
     # The error line above has the whole error, so quote only the words of the row in it.
     line = next((text for text in row.says if text in error), explanation.line)
-    sentence = f'"{line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
-    return row.id, sentence
+    sentence = f'"{line}" has a known cause. {row.program}: {row.cause}'
+    return row.id, with_fix(sentence, row.fix)

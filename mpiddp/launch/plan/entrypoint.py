@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.program_files import import_folders, texts_of
-from mpiddp.text import all_of
+from mpiddp.text import FIX, all_of
 
 # If a script uses one of these libraries, a field, a parameter or a line of a docstring may be an option.
 _TAKES_NAMES = re.compile(r"\b(HfArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
@@ -47,8 +47,8 @@ def refuse_misplaced(
         if len(flags) > 1:
             come, they_go, them = "come", "they go", "them"
         raise UserError(
-            f"{all_of(flags)} {come} after {name}, so {they_go} to {name}, which does not mention {them}. "
-            f"Write: {right}. If {name} takes {them} all the same: mpiddp launch … -- {python}"
+            f"{all_of(flags)} {come} after {name}, so {they_go} to {name}, which does not mention {them}.",
+            fix=f"{right}\n{FIX}if {name} takes {them} all the same: mpiddp launch … -- {python}",
         )
 
 
@@ -89,8 +89,8 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     program = "".join(job[:1])
     if not job[program in ("-m", "--") :]:
         raise UserError(
-            "nothing to launch. Name a script or a module. Example: mpiddp launch -n 2 train.py, or: "
-            "mpiddp launch -n 2 -m mpiddp train"
+            "nothing to launch. Name a script or a module.",
+            fix="mpiddp launch -n 2 train.py, or mpiddp launch -n 2 -m mpiddp train",
         )
     if ":" in job:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
@@ -98,8 +98,6 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     if not (program in ("-m", "--") or any(map(os.path.isfile, files))):
         if os.path.exists(program):  # noqa: PTH110 - no error
             raise UserError(f"{program} is not a regular file. Expected a Python script.")
-        hint = (
-            f" To start any program: mpiddp launch … -- {program}" if shutil.which(program) else ""
-        )
-        raise UserError(f"script {program} not found (looked in {Path.cwd()}).{hint}")
+        fix = f"mpiddp launch … -- {program}" if shutil.which(program) else ""
+        raise UserError(f"script {program} not found (looked in {Path.cwd()}).", fix=fix)
     return tuple(job)

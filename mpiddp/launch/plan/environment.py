@@ -94,14 +94,14 @@ def parse_exports(
         if not _NAME.fullmatch(name if has_value else name.removesuffix("-")):
             shown = f"{name}={LEFT_OUT}" if has_value else name
             raise UserError(
-                f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
+                f'-x {shown}: "{name}" is not a valid variable name.', fix="for example: -x DEBUG=1"
             )
         if not has_value and name.endswith("-"):
             variables.pop(name[:-1], None)  # an earlier option may set it
             kept_home.add(name[:-1])
             continue
         if not has_value and name not in env:
-            raise UserError(f"-x {name}: {name} is not set here. Set it first: export {name}=…")
+            raise UserError(f"-x {name}: {name} is not set here.", fix=f"export {name}=…")
         variables[name] = _checked("-x", name, value if has_value else env[name])
     return variables, kept_home - variables.keys()
 
@@ -129,7 +129,7 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
                 f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment."
             )
         if not has_value and name not in env:
-            raise UserError(f"{source}:{number}: {name} is not set here. Write: {name}=VALUE")
+            raise UserError(f"{source}:{number}: {name} is not set here.", fix=f"{name}=VALUE")
         if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
             value = value[1:-1]
         yield name, _checked(f"{source}:{number}", name, value if has_value else env[name])
@@ -143,7 +143,8 @@ def _checked(where: str, name: str, value: str) -> str:
     if size > _LONGEST:
         raise UserError(
             f"{where}: {name} and its value have {size:,} bytes, and Linux passes at most {_LONGEST:,} to a "
-            "program. Write the value into a file, and pass the path of the file."
+            "program.",
+            fix="write the value into a file, and pass the path of the file",
         )
     return value
 

@@ -48,8 +48,7 @@ def _mpi_args(text: str) -> str:
     if first.startswith("-") or not first:
         return text
     raise argparse.ArgumentTypeError(
-        f'"{shown(first)}" is not an option, and mpirun would start it as a program. '
-        "Example: --mpi-args='--mca pml ucx'"
+        f'"{shown(first)}" is not an option, and mpirun would start it as a program'
     )
 
 
@@ -242,26 +241,26 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
 
 # Options that users of other launchers type, and the words that do the same here (docs/migration.md).
 _ELSEWHERE = {
-    "--nnodes|--num-machines": "The list of hosts says it: -H node1:8,node2:8",
-    "--(node|machine)-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
-    "--rdzv-.*": "Leave it out: rank 0 binds a free port and announces it",
-    "--master-port": "Leave it out: rank 0 binds a free port; the variable MASTER_PORT names one",
-    "--num-processes|--nproc": "Write: -n N",
-    "--(num-)?gpus": "The slots of a host are its GPUs: -H node1:8",
-    "--env": "Write: -x NAME=VALUE",
-    "--tee|--redirects|-[rt]": "Write: --log-dir DIR --log-ranks 0,5",
-    "--local-ranks-filter": "Write: --log-ranks 0,5",
-    "--numa-binding": "Write: --bind numa",
-    "--module": "Write: -m MODULE",
-    "--(role|monitor-interval|start-method|local-addr|run-path|signals-to-handle)": "Leave it out",
-    "--allow-run-as-root": "Leave it out",
-    "--map-by": "Ranks fill the slots of the hosts in order; an option of mpirun: --mpi-args='--map-by …'",
-    "--bind-to": "Write: --bind core, or leave it out for none",
-    "--oversubscribe": "Write the number of ranks as the slots of a host: -H localhost:4",
-    "--mca": "Write: --mpi-args='--mca NAME VALUE'",
-    "--no-python": "Write -- before the command",
-    "-[bBdEIOPRsSuWX].*": "For options of python: mpiddp launch … -- python -O train.py",
-    "--local": "Write: -H localhost",
+    "--nnodes|--num-machines": "the list of hosts says it: -H node1:8,node2:8",
+    "--(node|machine)-rank": "one mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
+    "--rdzv-.*": "leave it out: rank 0 binds a free port and announces it",
+    "--master-port": "leave it out: rank 0 binds a free port; the variable MASTER_PORT names one",
+    "--num-processes|--nproc": "-n N",
+    "--(num-)?gpus": "the slots of a host are its GPUs: -H node1:8",
+    "--env": "-x NAME=VALUE",
+    "--tee|--redirects|-[rt]": "--log-dir DIR --log-ranks 0,5",
+    "--local-ranks-filter": "--log-ranks 0,5",
+    "--numa-binding": "--bind numa",
+    "--module": "-m MODULE",
+    "--(role|monitor-interval|start-method|local-addr|run-path|signals-to-handle)": "leave it out",
+    "--allow-run-as-root": "leave it out",
+    "--map-by": "ranks fill the slots of the hosts in order; an option of mpirun: --mpi-args='--map-by …'",
+    "--bind-to": "--bind core, or leave it out for none",
+    "--oversubscribe": "write the number of ranks as the slots of a host: -H localhost:4",
+    "--mca": "--mpi-args='--mca NAME VALUE'",
+    "--no-python": "write -- before the command",
+    "-[bBdEIOPRsSuWX].*": "for options of python: mpiddp launch … -- python -O train.py",
+    "--local": "-H localhost",
 }
 
 _EXAMPLES = """\

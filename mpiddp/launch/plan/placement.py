@@ -105,8 +105,8 @@ def _slots(
             raise UserError(NO_ANSWER.format(name=host.name))
     if gpus is None and host.slots is None:
         if not options.dry_run:
-            need = f"{host.name} has no slot count. Write: {host.name} slots=N"
-            raise UserError(f"{hosts.where(host)}: {need}")
+            fix = f"{host.name} slots=N"
+            raise UserError(f"{hosts.where(host)}: {host.name} has no slot count.", fix=fix)
         log.info(f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1")
         return 1
     count = 0 if gpus is None else _visible_gpus(host, gpus, env)
@@ -126,7 +126,7 @@ def _slots(
         log.info(f"{excess}: starting only {counted(count, 'rank')} there; {hides}")
         return count
     if options.backend is not None:  # "auto" is nccl on GPUs
-        raise UserError(f"{excess}: ranks would share GPUs. Write: {host.name} slots={count}")
+        raise UserError(f"{excess}: ranks would share GPUs.", fix=f"{host.name} slots={count}")
     log.info(f"{excess}: ranks that use GPUs would share them, which NCCL refuses")
     return slots
 
@@ -168,11 +168,11 @@ def place(
     for host, slots in room.items():
         if 0 < slots < (npernode or 0):
             where = f"{host.name} ({hosts.where(host)})"
-            more = f" To start more: -H {host.name}:{npernode}" if len(room) == 1 else ""
+            more = f"-H {host.name}:{npernode}" if len(room) == 1 else ""
             if hosts.starter == "srun":  # its slots are tasks
-                more = f" To start more: #SBATCH --ntasks-per-node={npernode}"
-            most = f"the {slots} slots of {where}.{more}"
-            raise UserError(f"{npernode} ranks per host are more than {most}")
+                more = f"#SBATCH --ntasks-per-node={npernode}"
+            most = f"the {slots} slots of {where}"
+            raise UserError(f"{npernode} ranks per host are more than {most}.", fix=more)
         room[host] = min(slots, npernode or slots)
     total = sum(room.values())
     if n is not None and n > total and len(hosts.usable) >= max(wanted, past.num_hosts):
@@ -184,11 +184,12 @@ def place(
         seen = [_visible_gpus(host, gpus.get(host) or (), of_job[host]) for host in room]
         on_cpus = any(seen) and options.backend != "gloo"
         flags = "-x CUDA_VISIBLE_DEVICES= " * on_cpus
-        more = f" To start more{', on CPUs' * on_cpus}: {flags}-H localhost:{n}" * is_unnamed
+        more = f"{'on CPUs: ' * on_cpus}{flags}-H localhost:{n}" * is_unnamed
         if hosts.starter == "srun" and not npernode:
-            more = f" To start more: #SBATCH --ntasks={n}"
+            more = f"#SBATCH --ntasks={n}"
         raise UserError(
-            f"-n {n} is more than the {total} slots of {hosts.source}{within} ({by_host}).{more}"
+            f"-n {n} is more than the {total} slots of {hosts.source}{within} ({by_host}).",
+            fix=more,
         )
     left = min(limit for limit in (total, n, past.announced.max_ranks) if limit is not None)
     # A restart may have fewer ranks, so only the first attempt refuses.

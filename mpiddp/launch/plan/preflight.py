@@ -29,12 +29,13 @@ from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.launch.plan.environment import of_host
-from mpiddp.text import all_of, differences, duration, listed
+from mpiddp.text import all_of, differences, duration, listed, with_fix
 
 PAUSE_S = 1.0  # between two attempts to reach a host
 LEAST_START_S, LONGEST_START_S = 3.0, 60.0  # for a program to start on all hosts
-_ANYWAY = "To start anyway: --no-check"
-_PUSH = "Copy it there: mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
+_ANYWAY = "--no-check, to start anyway"
+_PUSH = "mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
+_EVERYWHERE = "at the same path on every host"
 _NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports. They need only a Python.
@@ -140,8 +141,8 @@ def check_gpus(checked: Checked, env: Mapping[str, str], exports: Mapping[str, s
     broken, noted = dict[Host, str](), dict[Host, list[str]]()
     for host, present in checked.gpus.items():
         chosen = chosen_gpus(present, of_host(host, env, exports), host.gpus)
-        if sentences := [f"{fault} {_ANYWAY}" for fault in faults(host.name, present, chosen)]:
-            broken[host] = "\n".join(sentences)
+        if sentences := [*faults(host.name, present, chosen)]:
+            broken[host] = with_fix("\n".join(sentences), _ANYWAY)
         ssh = "" if is_this_host(host.name) else ssh_line(host)
         noted[host] = [*notes_on(host.name, present, chosen, ssh)]
     return checked._replace(complaints={**broken, **checked.complaints}, notes=noted)
@@ -158,9 +159,9 @@ def _mistaken(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
         if first != host.name:
             sentences[host] = f"{host.name} and {first} are the same machine. Merge them into one."
         elif short[another] != short[host]:
-            sentences[host] = (
-                f"{host.name}: its own name is {another.name}, another host of the job. Correct "
-                f"/etc/hosts or DNS here, or /etc/hostname there: {ssh_line(host)} hostname"
+            sentences[host] = with_fix(
+                f"{host.name}: its own name is {another.name}, another host of the job.",
+                f"correct /etc/hosts or DNS here, or /etc/hostname there: {ssh_line(host)} hostname",
             )
     return sentences
 
@@ -173,19 +174,21 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
     name, interface, program = info.host.name, needs["interface"], needs["program"]
     here, there = (".".join(text.split(".")[:2]) for text in (sys.version, info.python))
     if there and there != here:
-        problem = f"{needs['python']} is Python {there} there, {here} here. Install the same Python"
-        return f"{name}: {problem} at the same path on every host."
+        problem = f"{needs['python']} is Python {there} there, {here} here"
+        return with_fix(f"{name}: {problem}.", f"install the same Python {_EVERYWHERE}")
     if not info.has_folder:
         problem = f"the working folder {needs['folder']} is missing"
-        return f"{name}: {problem}. {_PUSH}, or launch from a folder that every host has."
+        return with_fix(
+            f"{name}: {problem}.", f"{_PUSH}, or launch from a folder that every host has"
+        )
     if needs["mpirun"] and (info.mpirun is None or not info.has_daemon):
-        problem = f"{needs['daemon' if info.mpirun else 'mpirun']} is missing or does not run."
-        return f"{name}: {problem} Install the same MPI at the same path on every host."
+        problem = f"{needs['daemon' if info.mpirun else 'mpirun']} is missing or does not run"
+        return with_fix(f"{name}: {problem}.", f"install the same MPI {_EVERYWHERE}")
     if not info.has_program:
         where = "missing or not executable" if os.sep in program else "not on PATH"
-        return f"{name}: {program} is {where}. Install it on every host."
+        return with_fix(f"{name}: {program} is {where}.", "install it on every host")
     if not info.has_script:
-        return f"{name}: {needs['script']} is missing. {_PUSH}."
+        return with_fix(f"{name}: {needs['script']} is missing.", _PUSH)
     if info.gpus is None and needs["uses_gpus"]:
         return NO_ANSWER.format(name=name)
     if interface and not any(present.matches(interface) for present in info.interfaces):
@@ -196,5 +199,5 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
         versions = {host.host.name: getattr(host, field) or "missing" for host in (first, info)}
         if fact := differences(program, versions):
             same = "MPI" if field == "mpirun" else "version"
-            return f"{fact}. Install the same {same} on every host."
+            return with_fix(f"{fact}.", f"install the same {same} on every host")
     return ""

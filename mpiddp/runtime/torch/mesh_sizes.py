@@ -31,7 +31,8 @@ def check_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
         if name not in DIMENSIONS:
             raise UserError(
                 f'"{shown(name)}" is not a dimension.{did_you_mean(name, DIMENSIONS)} '
-                f"Expected one of: {', '.join(DIMENSIONS)}. Example: dp=32, tp=8, pp=2"
+                f"Expected one of: {', '.join(DIMENSIONS)}.",
+                fix="for example dp=32, tp=8, pp=2",
             )
         try:
             number = operator.index(size)  # type: ignore[arg-type]  # numpy's integers too

@@ -65,7 +65,8 @@ def process_group(
             if len(ranks) > 1:
                 shown = ", ".join(f"{name} ({rank})" for name, rank in ranks.items())
                 raise UserError(
-                    f"the backend differs: {shown}. Set it on all ranks: --backend gloo (or nccl)."
+                    f"the backend differs: {shown}.",
+                    fix="set it on all ranks: --backend gloo (or nccl)",
                 )
         is_gloo = backend == "gloo"
         if not is_gloo:  # before NCCL starts, or every rank opens a context on GPU 0

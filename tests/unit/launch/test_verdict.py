@@ -12,6 +12,7 @@ from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record
 from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
 from mpiddp.launch.judge.verdict import verdict
 from mpiddp.protocol.server import Event
+from mpiddp.text import FIX
 from tests.support.records import FOLDER, JOBS, replay
 
 HOSTS = ("a", "b", "b")
@@ -116,7 +117,7 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
         outcome = judged(failed(1, "", traceback=""), printed={1: [text]})
         assert outcome.host_at_fault == host, row
         assert outcome.known_cause.startswith(f'"{text}" has a known cause. ') is bool(row)
-        assert (" Fix: " in outcome.known_cause) is bool(row)
+        assert (FIX in outcome.known_cause) is bool(row)
 
 
 def test_a_known_cause_of_many_ranks_is_searched_where_ranks_have_failed():
