@@ -172,15 +172,16 @@ class World(NamedTuple):
             name = next(proof for proof in source.proof if proof in env)
             raise UserError(
                 f"{name}={shown(env[name])} is set: a launcher has started this process as one of "
-                "several, but PMIx alone does not say of how many. Start the job with mpiddp launch, "
-                f"mpirun, or srun --mpi=none, or unset {' and '.join(source.proof)}."
+                "several, but PMIx alone does not say of how many.",
+                fix="start the job with mpiddp launch, mpirun, or srun --mpi=none, or unset "
+                f"{' and '.join(source.proof)}",
             )
         values = {name: env[name] for name in source.variables if name in env}
         if missing := [name for name in source.variables if name not in values]:
             raise UserError(
                 f"only some of {source.name}'s variables are set: found "
-                f"{_listed(values) or source.proof[0]}, missing {', '.join(missing)}. "
-                "Start the job with mpirun, torchrun or srun, or unset these variables."
+                f"{_listed(values) or source.proof[0]}, missing {', '.join(missing)}.",
+                fix="start the job with mpirun, torchrun or srun, or unset these variables",
             )
         try:
             rank, world_size, *local = map(parse_whole, values.values())

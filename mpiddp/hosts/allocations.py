@@ -36,10 +36,10 @@ MPIJOB_HOSTFILES = (
 )
 # Variables with a number of hosts whose names are not read, who sets them, and what to do instead.
 UNLISTED = {
-    "PET_NNODES": ("a PyTorchJob or TrainJob", "Start the script with torchrun, or use an MPIJob."),
-    "AWS_BATCH_JOB_NUM_NODES": ("AWS Batch", "Start the script with torchrun on each node."),
+    "PET_NNODES": ("a PyTorchJob or TrainJob", "start the script with torchrun, or use an MPIJob"),
+    "AWS_BATCH_JOB_NUM_NODES": ("AWS Batch", "start the script with torchrun on each node"),
 }
-NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
+NAME_THEM = "name the hosts with --hostfile or -H, or write -H localhost for this machine alone"
 _ISO = "%Y-%m-%dT%H:%M:%S"
 _FLUX_S = 20.0  # that flux may take to name the hosts
 _CLOCK_S = 5.0  # that a scheduler's program may take to tell the end of the job
@@ -54,7 +54,8 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
     if (components := env.get("SLURM_HET_SIZE", "")) not in ("", "1"):
         raise UserError(
             f"SLURM_HET_SIZE={shown(components)}: Slurm job {job} is heterogeneous, and the hosts of its "
-            f"components are not read. {NAME_THEM}"
+            "components are not read.",
+            fix=NAME_THEM,
         )
     nodelist = _needed(env, "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
     try:
@@ -71,7 +72,7 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             slots = _gpus_of_slurm(env, names)
     except ValueError as error:
         raise UserError(
-            f"the variables of Slurm job {job} cannot be read: {error}. {NAME_THEM}"
+            f"the variables of Slurm job {job} cannot be read: {error}.", fix=NAME_THEM
         ) from None
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
@@ -133,7 +134,7 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
     except ValueError:
         reason = shown(last) or "it is not on PATH, or prints nothing"
         raise UserError(
-            f"FLUX_URI is set, but flux getattr hostlist fails: {reason}. {NAME_THEM}"
+            f"FLUX_URI is set, but flux getattr hostlist fails: {reason}.", fix=NAME_THEM
         ) from None
     # An instance may have several brokers on a host.
     return Hosts("the Flux instance", tuple(map(Host, dict.fromkeys(names))))
@@ -170,7 +171,8 @@ def unlisted(env: Mapping[str, str]) -> None:
         if env.get(count, "").strip() not in ("", "1"):
             raise UserError(
                 f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, "
-                f"whose names mpiddp does not read. {instead} {NAME_THEM}"
+                "whose names mpiddp does not read.",
+                fix=f"{instead}; or {NAME_THEM}",
             )
 
 
@@ -188,7 +190,8 @@ def _needed(env: Mapping[str, str], name: str, proof: str) -> str:
     if not env.get(name):
         raise UserError(
             f"{proof}={shown(env.get(proof, ''))} is set but {name} is not: this is only a part of an "
-            f"allocation's environment. {NAME_THEM}"
+            "allocation's environment.",
+            fix=NAME_THEM,
         )
     return env[name]
 

@@ -22,19 +22,16 @@ from mpiddp.hosts.names import expand_nodelist
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import listed, shown
 
-EXAMPLE = "for example: node1 slots=4"
+EXAMPLE = "node1 slots=4, for example"
 
-# The values of a line: a pattern of each, and what is expected. A name becomes an argument of ssh and of
-# mpirun, so it must not look like an option.
+# The values of a line: a pattern of each, what is expected, and an example. A name becomes an argument of
+# ssh and of mpirun, so it must not look like an option.
 _OF_A_NAME = r"[A-Za-z0-9._-]{0,252}"  # as long as DNS allows
-_NAME = f'a name of letters, digits, ".", "_" and "-". {EXAMPLE}'
-_NUMBER = (
-    "[0-9]{1,6}",
-    "a positive integer below a million; for example node1 slots=4, or node1:4",
-)
+_NAME = 'a name of letters, digits, ".", "_" and "-"', EXAMPLE
+_NUMBER = "[0-9]{1,6}", "a positive integer below a million", "node1 slots=4, or node1:4"
 _VALUES = {
-    "host": (f"[A-Za-z0-9]{_OF_A_NAME}", _NAME),
-    "user": (f"[A-Za-z0-9_]{_OF_A_NAME}", _NAME),
+    "host": (f"[A-Za-z0-9]{_OF_A_NAME}", *_NAME),
+    "user": (f"[A-Za-z0-9_]{_OF_A_NAME}", *_NAME),
     **dict.fromkeys(("slots", "max_slots", "port"), _NUMBER),
     "gpus": (
         r"[0-9]{1,3}(,[0-9]{1,3})*|MIG-[\w/-]{1,90}(,MIG-[\w/-]{1,90})*",
@@ -138,7 +135,7 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
         for host in _parse_hosts(f"{source}:{number}", tokens)
     ]
     if not hosts:
-        raise UserError(f"{source} lists no host. {EXAMPLE}")
+        raise UserError(f"{source} lists no host.", fix=EXAMPLE)
     # Some schedulers write a line for each slot, so that hosts repeat. If none repeats, no line is a slot.
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
     do_repeat = len({host.key for host in hosts}) < len(hosts)
@@ -166,7 +163,7 @@ def hosts_between_commas(where: str, text: str) -> list[Host]:
     hosts = []
     for entry in _COMMA.split(text):
         if len(tokens := _tokens(entry)) != 1:
-            fix = "for example: -H node1:2,node2:4"
+            fix = "-H node1:2,node2:4, for example"
             raise UserError(f'{where}: "{shown(entry)}" is not a host.', fix=fix)
         hosts += _parse_hosts(where, tokens)
     return hosts
@@ -218,7 +215,7 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
     try:
         names = expand_nodelist(name) if "[" in name else [name]
     except ValueError as error:
-        fix = "for example: gpu[01-16,20] slots=8"
+        fix = "gpu[01-16,20] slots=8, for example"
         raise UserError(f'{where}: "{shown(tokens[0])}": {error}.', fix=fix) from None
     name, *more = [_value(where, "host", name, name) for name in names]
     values: dict[str, Any] = {}
@@ -254,10 +251,12 @@ def _value(where: str, key: str, text: str, token: str) -> Any:
         try:
             return str(ipaddress.ip_address(text))
         except ValueError:
-            raise UserError(f'{where}: "{shown(text)}" is not an IP address. {EXAMPLE}') from None
-    pattern, expected = _VALUES[key]
+            raise UserError(
+                f'{where}: "{shown(text)}" is not an IP address.', fix=EXAMPLE
+            ) from None
+    pattern, expected, example = _VALUES[key]
     if not re.fullmatch(pattern, text):
-        raise UserError(f'{where}: "{shown(token)}" is not {expected}')
+        raise UserError(f'{where}: "{shown(token)}" is not {expected}.', fix=example)
     if key in ("host", "user"):
         return text
     numbers = tuple(int(word) if word.isdigit() else word for word in text.split(","))
@@ -277,7 +276,9 @@ def _checked(hosts: Hosts) -> Hosts:
                 fix = f"already on line {first.line}. Merge them into one slots= line."
             raise UserError(f"{hosts.where(host)}: {host.name} is {fix}")
     if not hosts.usable:
-        raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start. {EXAMPLE}")
+        raise UserError(
+            f"{hosts.source}: every host has slots=0, so no rank can start.", fix=EXAMPLE
+        )
     if (total := sum(host.slots or 0 for host in hosts.hosts)) > MAX_SLOTS:
         raise UserError(f"{hosts.source}: {total} slots in all; expected at most {MAX_SLOTS}.")
     return hosts

@@ -82,8 +82,9 @@ def _launch(argv: list[str]) -> int:
             name = world.launcher.variables[0]
             raise UserError(
                 f"mpiddp launch starts all ranks itself, but {name}={os.environ[name]} says that this is "
-                f"already one of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place "
-                f"of mpiddp launch, or start it once; -H localhost starts a job on this machine alone."
+                f"already one of {world.world_size} ranks ({world.launcher.name}).",
+                fix="write mpiddp run in place of mpiddp launch, or start it once; -H localhost starts a job "
+                "on this machine alone",
             )
     leave_launchers(os.environ)
     if options.dry_run:

@@ -316,7 +316,9 @@ def test_qdel(engine, without_sshd):
 def test_an_environment_that_starts_nothing_elsewhere(qsub):
     """If a parallel environment cannot start programs on other hosts, the error shows the way over ssh."""
     line = one_line(qsub(program("identity.py"), pe="loose 3"), "failed")
-    assert re.fullmatch(error("where ssh is allowed", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
+    assert re.fullmatch(
+        error("where ssh is allowed", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line
+    )
 
 
 # --- LSF and PBS: stand-ins of their own remote programs, and no ssh ---

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.checkpoints import folder as directory
+from mpiddp.text import FIX
 from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Layout, faults, links
 from tests.support.doctor_faults import shelled
@@ -367,7 +368,7 @@ def test_a_launch_names_another_python(hosts, file):
     done = hosts.run(*mpiddp, *launch, cwd=ROOT)
     here = "{}.{}".format(*sys.version_info[:2])
     assert f"node1: {env}/bin/python is Python 3.99 there, {here} here." in done.stderr
-    assert f"node2: {env}/bin/python is missing. Install it, and Python in " in done.stderr
+    assert f"node2: {env}/bin/python is missing.\n{FIX}mpiddp hosts push" in done.stderr
 
 
 @pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI

@@ -282,7 +282,7 @@ def test_a_file_that_is_gone(hosts):
     push, launch = ("hosts", "push", *where, folder), ("launch", *where, "train.py")
     hosts.run(*push).assert_ok()
     here.unlink()
-    is_there = "old.py is on node1, and not on node0. Remove it there: mpiddp hosts push"
+    is_there = f"old.py is on node1, and not on node0.\n{FIX}remove it there; mpiddp hosts push"
     done = hosts.run(*launch, cwd=folder)
     assert (done.code, is_there in done.stderr) == (2, True)
     hosts.run(*push).assert_ok()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpiddp.text import FIX
 from tests.support import cluster as test_cluster
 from tests.support import containers, installs
 from tests.support.cluster import USER, Cluster, Layout, faults, lacking
@@ -613,7 +614,7 @@ DIFFER = {  # what node0 alone gets, the job, and how its refusal begins
     "torch": (
         f"mkdir -p {OTHER_TORCH}; echo Version: 2.9 >{OTHER_TORCH}/METADATA",
         (program("identity.py"),),
-        f"torch differs: 2.9 on node0, {TORCH} on node1. Install the same version on every host.",
+        f"torch differs: 2.9 on node0, {TORCH} on node1.\n{FIX}install the same version",
     ),
 }
 

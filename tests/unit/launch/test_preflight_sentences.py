@@ -99,7 +99,10 @@ def test_what_mends_an_error_of_ssh(errors, is_lost, words):
         (NO_PROGRAM, "", SSH, error("missing.", "a: /venv/bin/python ", "install it")),
         (None, "", SSH, error("no answer in", "ssh a: ", " 15 s", "ssh a true ")),
         *(
-            (*(code, errors, QRSH), error("where ssh is allowed", "qrsh -inherit a ", reason, INSTEAD))
+            (
+                *(code, errors, QRSH),
+                error("where ssh is allowed", "qrsh -inherit a ", reason, INSTEAD),
+            )
             for code, errors, reason in (
                 (1, "first\ndenied.\n", "denied"),
                 (1, "", "no output"),
