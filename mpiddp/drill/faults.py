@@ -1,4 +1,4 @@
-"""The table of faults, in the order of a drill. docs/drill.md explains them."""
+"""The table of faults, in the order of a drill. docs/try.md explains them."""
 
 from __future__ import annotations
 
