@@ -41,12 +41,7 @@ EXTRA_OF = {**dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"), "clou
 
 
 class _Sentence(Exception):
-    """An error that is printed as one sentence, and below it the command that mends it.
-
-    Args:
-        sentence: where, what was found, and what was expected.
-        fix: the command, or what to change; "" if there is nothing to say.
-    """
+    """An error that is printed as one sentence, and below it `fix`, the command that mends it."""
 
     def __init__(self, sentence: str, *rest: object, fix: str = "") -> None:
         super().__init__(with_fix(sentence, fix), *rest)

@@ -31,12 +31,8 @@ def with_fix(sentence: str, fix: str) -> str:
 
 def parts(text: str) -> list[tuple[str, str]]:
     """Each sentence of a text, with the command below it, or ""."""
-    sentences = re.split(f"\n(?!{FIX})", text)
-    return [
-        (lines[0], lines[2].replace(FIX, ""))
-        for sentence in sentences
-        for lines in [sentence.partition(f"\n{FIX}")]
-    ]
+    pairs = (part.partition(f"\n{FIX}") for part in re.split(f"\n(?!{FIX})", text))
+    return [(sentence, fix.replace(FIX, "")) for sentence, _, fix in pairs]
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

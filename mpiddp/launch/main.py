@@ -198,8 +198,7 @@ def launch_function(argv: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         outcome = _refused(error)
     is_done = outcome.code in (DONE, STOPPED)
-    facts = {name: getattr(outcome, name) for name in ("code", "rank", "host")}
-    facts["sentence"] = outcome.verdict
+    facts = {name: getattr(outcome, name) for name in ("code", "sentence", "rank", "host")}
     with contextlib.suppress(OSError):  # the caller has ended
         for rank, body in (exchange.results if is_done else exchange.errors).items():
             if is_done or rank == outcome.rank:  # the error of the rank that failed first

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -215,20 +215,6 @@ class Record:
     def wait(self) -> Wait | None:
         """The oldest wait in a collective, by the latest calls of all ranks."""
         return find_wait(self.calls, self.world_size, range(self.world_size))
-
-    def needed_at(self, rank: int, others: Collection[int]) -> float:
-        """When this rank last made a step, or a collective, that needs some of the others; 0.0 if it has not.
-
-        The step of a rank whose latest collective leaves the others out proves nothing.
-        """
-        groups = self.calls.get(rank, {}).items()
-        times = [
-            made.calls[made.last].at
-            for (_, members), made in groups
-            if made.last and (members is None or not {*members}.isdisjoint(others))
-        ]
-        at, step = max(times, default=0.0), self.latest["progress"].get(rank)
-        return max(at, step.at) if step and times and at >= self.called_at[rank] else at
 
     @property
     def left(self) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import Announcement, Stop
-from mpiddp.text import signal_name, with_fix
+from mpiddp.text import signal_name
 
 
 class MpirunEnd(NamedTuple):
@@ -38,18 +38,12 @@ class Outcome(NamedTuple):
     # The host at fault, by its name in the request, or "" if it is unknown or if the script itself failed.
     host_at_fault: str = ""
     known_cause: str = ""  # a sentence to print below `sentence`
-    fix: str = ""  # for the line below `sentence`, if no cause is known
     stop: Stop = Stop.NONE
     announcement: Announcement = Announcement()
     made_steps: bool = False
     gpus: Sequence[Mapping[str, Any]] = ()  # the use of each rank's GPU, where it is known
 
-    @property
-    def verdict(self) -> str:
-        """The sentence, and the fix below it, unless a known cause has one."""
-        return self.sentence if self.known_cause else with_fix(self.sentence, self.fix)
-
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""
-        for sentence in filter(None, (self.verdict, self.known_cause)):
+        for sentence in filter(None, (self.sentence, self.known_cause)):
             (log.info if self.code in (DONE, STOPPED) else log.error)(sentence)

@@ -143,7 +143,8 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         cause = "mpirun ended, but no rank ever reported"
     elif not record.latest["started"] and len(record.fact("began", "here")) < record.world_size:
         cause += " before any rank had started"
-        return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False, fix=_CHECK)
+        sentence = with_fix(f"the job failed: {cause}.", _CHECK)
+        return Outcome(FAILED, sentence, is_complete=False)
     return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 
@@ -159,7 +160,8 @@ def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | N
     else:
         why = f"{mpirun.name} could not start {others} (exit code {mpirun.code})"
         host = _only_host(record, missing)
-    return Outcome(FAILED, f"{why}.", is_complete=False, host_at_fault=host, fix=_CHECK)
+    sentence = with_fix(f"{why}.", _CHECK)
+    return Outcome(FAILED, sentence, is_complete=False, host_at_fault=host)
 
 
 def _only_host(record: Record, ranks: Sequence[int]) -> str:

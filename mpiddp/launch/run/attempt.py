@@ -68,50 +68,6 @@ class Watcher:
         self.attempt.note("noticed", by=type(self).__name__, **facts)
 
 
-class Stacks:
-    """Asks the ranks for the stacks of their scripts, once for all watchers that want them now."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt, self._record, self._server = attempt, attempt.record, attempt.server
-        self._asked: Set[int] = frozenset()  # the ranks that have been asked
-        self._wanted: list[tuple[Callable[[], None], Callable[[], bool]]] = []
-
-    def ask(self, then: Callable[[], None], interrupts: Callable[[], bool] = lambda: False) -> None:
-        """Ask all ranks, and call `then` when all have answered, or the time is over.
-
-        If `interrupts` then returns True, agents interrupt scripts that do not answer: a script that is only
-        slow must not be interrupted, unless the job is to be ended.
-        """
-        self._wanted.append((then, interrupts))
-        if len(self._wanted) == 1:
-            self._asked = {*self._server.connected}
-            self._attempt.timers.after(STACKS_S, self._interrupt)
-            self._attempt.timers.after(STACKS_S + INTERRUPTED_S, self._close)
-            self._attempt.note("asked")
-            self._server.ask(self._asked, "stacks")
-
-    def on_event(self) -> None:
-        if self._wanted and not self._unanswered:
-            self._attempt.timers.after(
-                0.0, self._close
-            )  # once the attempt has reacted to this event
-
-    @property
-    def _unanswered(self) -> Set[int]:
-        record = self._record
-        return self._asked - record.stacks.keys() - record.done.keys() - record.failures.keys()
-
-    def _interrupt(self) -> None:
-        if any(interrupts() for _, interrupts in self._wanted):
-            self._server.ask(self._unanswered, "stacks", agents=True)
-
-    def _close(self) -> None:
-        self._attempt.timers.cancel(self._interrupt, self._close)
-        wanted, self._wanted = self._wanted, []
-        for then, _ in wanted:
-            self._attempt.let(then)
-
-
 class Attempt:
     """An attempt by agents that have just started, or that have waited since the attempt before."""
 
@@ -128,7 +84,9 @@ class Attempt:
         self.timers = self.server.selector
         self.outcome = Outcome(FAILED, is_complete=False)  # until the verdict
         self._unseen = deque[Event]()  # events that the watchers see next
-        self.stacks = Stacks(self)
+        # Of the ranks that are being asked for their stacks, and of the watchers that have asked.
+        self._asked: Set[int] = frozenset()
+        self._wanted: list[tuple[Callable[[], None], Callable[[], bool]]] = []
         self._watchers = [watcher(self) for watcher in watchers]
 
     # --- the loop ---
@@ -164,7 +122,7 @@ class Attempt:
 
     def let(self, call: Callable[..., None], *args: object) -> None:
         """Make this call. If it is of a watcher or of the output and fails, the job goes on without that."""
-        owner = getattr(call, "__self__", self)
+        owner = getattr(getattr(call, "func", call), "__self__", self)  # of a method, or a partial
         try:
             call(*args)
         except Exception as error:
@@ -224,7 +182,8 @@ class Attempt:
             for watcher in self._watchers:
                 self.let(watcher.on_event, self._unseen[0])
             self._unseen.popleft()
-        self.stacks.on_event()
+        if self._wanted and not self._unanswered:
+            self.timers.after(0.0, self._close)  # once the attempt has reacted to this event
 
     def on_event(self, event: Event) -> None:
         """Record a message of a rank or a viewer, show it to the watchers, and react to it."""
@@ -246,6 +205,39 @@ class Attempt:
             self.mpirun.kill_all()  # mpirun would wait for its daemons on the silent hosts
         elif record.done and not self.server.connected and record.phase < Phase.ENDING:
             self.timers.after(EXIT_S, self.end_mpirun)
+
+    # --- the stacks of the scripts ---
+
+    def ask_for_stacks(
+        self, then: Callable[[], None], interrupts: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Ask all ranks for the stacks of their scripts, once for all watchers that want them now.
+
+        `then` is called when all have answered, or the time is over. If `interrupts` returns True before,
+        agents interrupt scripts that do not answer. They may only be slow, so the job has to end anyway.
+        """
+        self._wanted.append((then, interrupts))
+        if len(self._wanted) == 1:
+            self._asked = {*self.server.connected}
+            self.timers.after(STACKS_S, self._interrupt)
+            self.timers.after(STACKS_S + INTERRUPTED_S, self._close)
+            self.note("asked")
+            self.server.ask(self._asked, "stacks")
+
+    @property
+    def _unanswered(self) -> Set[int]:
+        record = self.record
+        return self._asked - record.stacks.keys() - record.done.keys() - record.failures.keys()
+
+    def _interrupt(self) -> None:
+        if any(interrupts() for _, interrupts in self._wanted):
+            self.server.ask(self._unanswered, "stacks", agents=True)
+
+    def _close(self) -> None:
+        self.timers.cancel(self._interrupt, self._close)
+        wanted, self._wanted = self._wanted, []
+        for then, _ in wanted:
+            self.let(then)
 
     # --- stopping on request ---
 

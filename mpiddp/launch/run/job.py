@@ -87,9 +87,6 @@ class Job:
         self.lost_stream = ""  # the name of a stream that could not be written as a whole
         self.at_fault = ""  # the host that ended the latest attempt, by its key
         self.grown_from: Plan | None = None  # until a job on more hosts makes a step
-        self.has_time = (
-            True  # whether --stop-after or the scheduler leaves time for another attempt
-        )
         self.has_input = False  # whether rank 0 has got input that is not repeated
 
     def close(self) -> None:
@@ -156,7 +153,7 @@ class Job:
                     raise cut_off from None
 
     def next_move(self, latest: Outcome) -> Move:
-        if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED) or not self.has_time:
+        if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):
             return Move.END
         if latest.stop is Stop.TO_GROW:
             return Move.GROW
@@ -166,7 +163,8 @@ class Job:
             return Move.END
         self.failures_in_a_row = 1 if latest.made_steps else self.failures_in_a_row + 1
         if time.monotonic() + self._pause_s >= self.launcher.stop_at:
-            log.error(str(_NoTime(self.launcher)))
+            why = self.launcher.why_stop.replace(STOP_AFTER, f"the time of {STOP_AFTER} is over")
+            log.error(f"the job is not restarted, because {why}.")
             return Move.END
         return Move.RESTART
 
@@ -195,11 +193,6 @@ class Job:
                 self.plan = self._plan_again(pause_s)
         except KeyboardInterrupt:
             return interrupted
-        except _NoTime as error:
-            self.has_time = False
-            if interrupted is _STOPPED:
-                return _STOPPED
-            return latest._replace(sentence=str(error), known_cause="")
         except (UserError, JobFailed) as error:
             if move is Move.RESTART:  # a host may be usable after the next pause
                 return Outcome(FAILED, str(error))
@@ -222,7 +215,7 @@ class Job:
         """The plan for the hosts that are listed and usable after a pause.
 
         If the list has an error, the hosts of the latest attempt stay listed. Raises KeyboardInterrupt if the
-        user stops the job meanwhile, and UserError or JobFailed if there is no plan, or no time.
+        user stops the job meanwhile, and UserError or JobFailed if there is no plan.
         """
         self._heed_stop(pause_s)
         forget_addresses()
@@ -253,22 +246,12 @@ class Job:
         return not (complaints or is_doubted or size > (most or size))
 
     def _heed_stop(self, within_s: float = 0.0) -> None:
-        """Raise KeyboardInterrupt if a signal requests a stop in these seconds, and _NoTime if they lack."""
+        """Raise KeyboardInterrupt if a signal requests a stop, now or in `within_s`."""
         signals, until = self.launcher.signals, time.monotonic() + within_s
-        if until >= self.launcher.stop_at:
-            raise _NoTime(self.launcher)
         while self.waiting is not None and not signals.has_stop() and time.monotonic() < until:
             self.waiting.wait(until)  # viewers may ask
         if signals.has_stop(until - time.monotonic()):
             raise KeyboardInterrupt
-
-
-class _NoTime(JobFailed):
-    """No time is left for another attempt."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        why = launcher.why_stop.replace(STOP_AFTER, f"the time of {STOP_AFTER} is over")
-        super().__init__(f"the job is not restarted, because {why}.")
 
 
 _INTERRUPTED = Outcome(INTERRUPTED, "interrupted before a restart.")

@@ -125,7 +125,7 @@ def _ending(outcome: Outcome) -> dict[str, Any]:
         "exit_code": outcome.code,
         "error": error or None,
         "known_cause": cause or None,
-        "fix": remedy or outcome.fix or fix or None,
+        "fix": remedy or fix or None,
         "rank": outcome.rank,
         "host": outcome.host,
     }

@@ -139,7 +139,7 @@ class LateStart(Watcher):
         elif now >= self._ends_at:
             self._is_late, self._ends_at = True, math.inf
             self.notice(seconds=self._limit_s)
-            self.attempt.stacks.ask(self._name_late_ranks, lambda: self._is_late)
+            self.attempt.ask_for_stacks(self._name_late_ranks, lambda: self._is_late)
             if not record.latest["started"]:
                 # No other limit would end an mpirun that hangs.
                 why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
@@ -185,8 +185,9 @@ class SilentHosts(Watcher):
                 f"{what}. Waiting for up to {patience_s:g} s.", "no host", is_error=True
             )
             silent = {rank: silent_s for rank, silent_s in silent.items() if silent_s > patience_s}
-        others = [rank for rank in range(record.world_size) if record.hosts[rank] in heard]
-        if silent and not any(now - record.needed_at(rank, silent) <= lost_s for rank in others):
+        steps = ((rank, event.at) for rank, event in record.latest["progress"].items())
+        times = [*steps, *record.called_at.items()] if any(record.called_at.values()) else []
+        if not any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard):
             for event in self.server.lose_silent(silent):
                 self.attempt.on_event(event)
 
@@ -202,7 +203,7 @@ class Hangs(Watcher):
         self._has_failed = bool(record.latest["claim"] or record.failures)
         if self._has_failed and not had_failed and record.phase < Phase.ENDING:
             # The verdict names the collectives in which the ranks are now, and they end soon.
-            self.attempt.stacks.ask(self._judge)
+            self.attempt.ask_for_stacks(self._judge)
 
     def look(self, now: float) -> None:
         """Before the first step, output is the only sign that the job goes on."""
@@ -212,7 +213,7 @@ class Hangs(Watcher):
         if not record.made_steps:
             self._printed_at = self.output.copied_at
         if now >= next_look_at(record, self._looked_at, self._printed_at):
-            self.attempt.stacks.ask(self._judge, self._is_over)
+            self.attempt.ask_for_stacks(self._judge, self._is_over)
 
     def _is_over(self) -> bool:
         hang = find_hang(self.record, self._printed_at) if self.record.runs else None
@@ -289,8 +290,6 @@ class GraceTime(Watcher):
 class Viewers(Watcher):
     """Answer `mpiddp ps`, `top` and `stacks`."""
 
-    _waiting: tuple[Peer, ...] = ()  # for the stacks
-
     def on_event(self, event: Event) -> None:
         record, answer = self.record, self.launcher.console.answer
         if event.kind == "view_job":
@@ -300,15 +299,13 @@ class Viewers(Watcher):
             between = "no rank runs now: the job restarts."
             answer(event.facts["viewer"], sentence=between, stacks={})
         elif event.kind == "view_stacks":
-            self._waiting += (event.facts["viewer"],)
-            self.attempt.stacks.ask(self._send_stacks)
+            self.attempt.ask_for_stacks(partial(self._send_stacks, event.facts["viewer"]))
 
-    def _send_stacks(self) -> None:
-        record, waiting, self._waiting = self.record, self._waiting, ()
-        stacks = {rank: shown_stack(facts["text"]) for rank, facts in record.stacks.items()}
-        for viewer in waiting:
-            sentence = places_sentence(record)
-            self.launcher.console.answer(viewer, sentence=sentence, stacks=stacks)
+    def _send_stacks(self, viewer: Peer) -> None:
+        texts = self.record.stacks.items()
+        stacks = {rank: shown_stack(facts["text"]) for rank, facts in texts}
+        sentence = places_sentence(self.record)
+        self.launcher.console.answer(viewer, sentence=sentence, stacks=stacks)
 
 
 class Growth(Watcher):
