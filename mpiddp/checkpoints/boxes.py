@@ -123,16 +123,13 @@ class Copies:
         A tensor of infinities and zeros is fine, because it is a mask.
         """
         for block in [block for blocks in self.blocks.values() for block in blocks]:
-            if math.isfinite(_worst(block.values)):
-                continue
-            start = 0
-            for box in block.boxes:
-                end = start + math.prod(box.shape)
-                part = block.values.reshape(-1)[start:end]
-                start, value = end, _worst(part)
-                is_mask = math.isinf(value) and not (part.isfinite() & (part != 0)).any()
-                if not math.isfinite(value) and not is_mask:
-                    return f"{min(shown_path(tied.path) for tied in self.tied_to(box))} has {value}"
+            rest = block.values.reshape(-1)
+            for box in block.boxes if not _is_finite(rest) else ():
+                part, rest = rest[: math.prod(box.shape)], rest[math.prod(box.shape) :]
+                bad = part[~part.isfinite()]
+                if bad.isnan().any() or (len(bad) and part[part.isfinite()].any()):
+                    path = min(shown_path(tied.path) for tied in self.tied_to(box))
+                    return f"{path} has {bad[0].item()}"
         return ""
 
     def tied_to(self, box: Box) -> list[Box]:
@@ -178,20 +175,14 @@ def _unexpanded(value: Tensor) -> Tensor:
     return value
 
 
-def _worst(value: Tensor) -> float:
-    """NaN if a tensor has one, else an infinity that it has, else 0."""
-    worst = 0.0
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    if not value.is_floating_point() or value.element_size() == 1:
-        return worst  # fp8 and fp4 have scales of their own
-    for part in value.reshape(-1).split(_PART):
-        for extreme in torch.aminmax(part) if part.numel() else ():
-            number = extreme.item()
-            if math.isnan(number):
-                return number
-            worst = worst if math.isfinite(number) else number
-    return worst
+def _is_finite(flat: Tensor) -> bool:
+    """Whether a tensor has neither NaN nor infinity. Those of fp8 and fp4 have scales of their own."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    if not flat.is_floating_point() or flat.element_size() == 1:
+        return True
+    extremes = (torch.aminmax(part) for part in flat.split(_PART) if part.numel())
+    return all(math.isfinite(low) and math.isfinite(high) for low, high in extremes)
 
 
 # The boxes of a rank

@@ -136,11 +136,6 @@ def is_set_aside(folder: Path) -> bool:
     return _OLD in folder.name
 
 
-def aside_names(name: str) -> Iterator[str]:
-    """The names that a checkpoint may get when it is set aside: .old, .old2, .old3, …"""
-    return (f"{name}{_OLD}{number if number > 1 else ''}" for number in itertools.count(1))
-
-
 def steps_among(folders: Iterable[Path], *, set_aside: bool = False) -> list[Path]:
     """Those that are named as a checkpoint, oldest first; with `set_aside`, as one that is set aside."""
     named = (f for f in folders if _NAME.fullmatch(f.name) and is_set_aside(f) == set_aside)
@@ -223,9 +218,9 @@ class NewFolder:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint, so that it no longer counts. Returns its new path."""
-    names = map(folder.parent.joinpath, aside_names(folder.name))
-    return folder.rename(next(path for path in names if not path.exists()))
+    """Rename a checkpoint to .old, .old2 or so on, so that it no longer counts. Returns its new path."""
+    names = (f"{folder.name}{_OLD}{number if number > 1 else ''}" for number in itertools.count(1))
+    return folder.rename(next(p for p in map(folder.with_name, names) if not p.exists()))
 
 
 def hide(folder: Path) -> Path:
@@ -235,19 +230,6 @@ def hide(folder: Path) -> Path:
 
 def remove(folder: Path) -> None:
     remove_hidden(hide(folder))
-
-
-def probe_rename(root: Path) -> None:
-    """Rename a folder with a file, as each save does. Raises OSError if the file system cannot do that."""
-    probe = NewFolder(root / "probe").path
-    probe.mkdir()
-    (probe / COMPLETE).touch()
-    try:
-        remove(probe)
-    except OSError as error:
-        remove_hidden(probe)
-        words = f"its file system cannot rename folders ({error.strerror})"
-        raise OSError(error.errno, words) from None
 
 
 def remove_hidden(folder: Path) -> None:

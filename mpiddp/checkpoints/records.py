@@ -57,10 +57,7 @@ class RunRecords:
     """
 
     def __init__(
-        self,
-        run: RunDir,
-        metric: str = "",
-        config: Mapping[str, Any] | None = None,
+        self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None
     ) -> None:
         self.dir, self._metric = run, metric
         self.config = config or {}

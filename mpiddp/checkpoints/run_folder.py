@@ -176,7 +176,6 @@ class Run:
                 if self.is_writer:
                     self._lock = RunLock(run_dir)
                     folder.remove_leftovers(run_dir.checkpoints)
-                    folder.probe_rename(run_dir.checkpoints)
         except BaseException:
             self.close(removes_new=True)
             raise

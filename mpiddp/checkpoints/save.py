@@ -1,10 +1,10 @@
 """One save: a step of the training only copies its tensors, and a thread writes them to the disk.
 
-    flatten → compare → copy → (in a thread) write → settle → publish → prune
+    flatten → compare → copy → (in a thread) write → settle → publish → prune → upload
 
-At most one save is in flight. The next save waits for it, and there the ranks tell each other whether it has
-failed, so no step in between has to synchronize them. The folder of a checkpoint is hidden until every rank
-that writes into it has its files on the disk: a full disk never damages an older checkpoint.
+At most one save is in flight. Its thread says at once if it fails. The next save waits for it, and there the
+ranks tell each other, so no step in between has to synchronize them. The folder of a checkpoint is hidden
+until every rank that writes into it has its files on the disk: a full disk never damages an older checkpoint.
 """
 
 from __future__ import annotations
