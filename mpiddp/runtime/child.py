@@ -82,7 +82,7 @@ class Child:
         self._frames: list[str] = []
         # The kernel's kills for lack of memory in this control group, before the child could cause one.
         self._kills_before: processes.OomKills | None = None
-        self._nice: int | None = None  # the nice value that its session is still to get
+        self.nice: int | None = None  # the nice value that its session is still to get
         self.has_begun = False  # its Python has been told to run the script
         self._arguments = b""  # of its process, once it has begun
 
@@ -149,27 +149,21 @@ class Child:
         """Start the Python of the next attempt. It imports torch, after packages of the script."""
         self.start(variables)
         self.tell({"type": "ahead", **ahead})
-        self.set_priority(_LOW)
+        self.nice = _LOW
 
-    def set_priority(self, nice: int) -> None:
-        """Set the nice value of its session. Linux shares the cores among sessions; it needs no right."""
-        self._nice = nice
-        self.keep_priority()
-
-    def keep_priority(self) -> None:
-        """Set the nice value that it is to have, if it has not been possible yet.
+    def set_priority(self) -> None:
+        """Set its session to `nice`. Linux shares the cores among sessions; it needs no right.
 
         For users who are not root, the kernel takes one such value on a host in 100 ms.
         """
-        if self._nice is not None:
-            try:
-                file = Path(f"/proc/{self.pid}/autogroup")
-                file.write_text(str(self._nice), encoding="ascii")
-            except BlockingIOError:
-                return
-            except OSError:  # this kernel does not share by sessions
-                pass
-            self._nice = None
+        try:
+            if self.nice is not None:
+                Path(f"/proc/{self.pid}/autogroup").write_text(str(self.nice), encoding="ascii")
+        except BlockingIOError:
+            return
+        except OSError:  # this kernel does not share by sessions
+            pass
+        self.nice = None
 
     def tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):
@@ -312,12 +306,6 @@ class Child:
     @property
     def saves(self) -> bool:
         return bool(self.messages.get("saving", {}).get("active"))
-
-    def is_replaced(self) -> bool:
-        """Whether the script has replaced itself by another program, and not only closed all files."""
-        is_silent = self.control is None and self.runs and self.has_begun
-        # One that has just ended has no arguments.
-        return is_silent and processes.arguments_of(self.pid) not in (b"", self._arguments)
 
     def discard(self) -> None:
         self.pass_on(signal.SIGKILL)

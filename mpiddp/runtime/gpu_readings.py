@@ -23,6 +23,7 @@ def reading_gpus(
     """In the body, send the launcher the readings of the `ranks` of this host, in their order."""
     is_over = threading.Event()
 
+    @aid("readings of the GPUs")
     def read() -> None:
         while not (hides_all_gpus(env) or is_over.wait(EVERY_S)):
             gpus = read_gpus(env.get("PATH"), timeout_s=LIMIT_S) or []
@@ -35,11 +36,7 @@ def reading_gpus(
                 return
             send("gpus", ranks=rows)
 
-    def read_all() -> None:
-        with aid("readings of the GPUs"):
-            read()
-
-    thread = threading.Thread(target=read_all, daemon=True)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     yield
     is_over.set()

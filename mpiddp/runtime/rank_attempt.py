@@ -126,7 +126,7 @@ class RankAttempt:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.child.close()
         if self.spare is not None:  # the job now waits for it
-            self.spare.set_priority(0)
+            self.spare.nice = 0
         self._ends_at = None
         self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
         while self.again is None and self._ended_by is EndedBy.HOLD:
@@ -255,14 +255,12 @@ class RankAttempt:
         for facts in child.take_news():
             self._on_message(facts)
         for process in filter(None, (child, self.spare)):
-            process.keep_priority()
+            process.set_priority()
         if self.spare is not None and self.spare.status is not None:
             if child.status is None:
                 child.forget_kills()  # the script has not caused its end
             self.spare.close()
             self.spare = None
-        if self.store.pid and child.is_replaced():  # by a program that may serve the store itself
-            self.store.leave()
         if connection is not None and connection.fileno() in ready:
             channel.receive()
         self._see_others()

@@ -29,12 +29,6 @@ class StorePort:
         if listener is not None:
             _reserve(listener)
 
-    def leave(self) -> None:
-        """End the process that serves the store, and let another one listen at the port."""
-        self._lifeline.close()
-        self.pid = 0
-        self.take(self._listener)
-
     def close(self) -> None:
         """End the process that serves the store, and give up the port."""
         for file in (self._listener, self._lifeline, self._far_end):
@@ -48,7 +42,6 @@ def _reserve(listener: socket.socket) -> None:
     This holds for all copies of the socket. `listen` makes it a listener again.
     """
     address = listener.getsockname()
-    with suppress(OSError):  # it does not listen
-        listener.shutdown(socket.SHUT_RD)
+    listener.shutdown(socket.SHUT_RD)
     with suppress(OSError):  # it is bound, unless the kernel has chosen the port
         listener.bind(address)

@@ -52,9 +52,7 @@ class StoreOfJob:
             return
         self._starts, theirs = socket.socketpair()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Python 3.12 warns of threads, such as those of numpy's library
+            warnings.simplefilter("ignore")  # Python 3.12 warns of the threads of numpy's library
             child = os.fork()
             if child == 0:
                 try:
@@ -110,11 +108,10 @@ class StoreOfJob:
             with suppress(OSError):
                 socket.create_connection(self.place, timeout=_LONGEST_S).close()
                 return
-            if time.monotonic() + pause_s > deadline:
-                where = f"({self.place[0]}, {self.place[1]})"
-                waited = f"{timeout.total_seconds() * 1000:.0f}ms"
+            if time.monotonic() > deadline:
+                waited = f"timed out after {timeout.total_seconds():g} s"
                 raise DistNetworkError(
-                    f"The client socket has timed out after {waited} while trying to connect to {where}."
+                    f"The client socket has {waited}: nobody serves {self.place}."
                 )
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_S)

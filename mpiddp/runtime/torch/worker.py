@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
 from typing import Any
 
 _SIGTERM = {signal.SIGTERM}
@@ -30,29 +28,23 @@ def init_worker(worker_id: int) -> None:
     Args:
         worker_id: which a DataLoader passes; it is not used.
     """
-    rank = multiprocessing.parent_process()
+    rank, start = multiprocessing.parent_process(), subprocess.Popen._execute_child  # type: ignore[attr-defined]
     assert rank is not None
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)  # later threads inherit the mask
-    # While a program starts, nobody can tell who sends the signal, so this process repeats it.
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(os.getpid(), number))
-    subprocess.Popen._execute_child = _with_sigterm(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
-    threading.Thread(target=_end_with, args=(rank.pid,), daemon=True).start()
 
-
-def _with_sigterm(start: Callable[..., None]) -> Callable[..., None]:
-    """`start`, which lets the program that it starts receive SIGTERM: the mask outlives exec."""
-
-    @functools.wraps(start)
-    def start_program(*args: Any, **options: Any) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
+    def start_with_sigterm(*args: Any, **options: Any) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)  # a program would inherit the mask
         try:
             start(*args, **options)
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)
 
-    return start_program
+    subprocess.Popen._execute_child = start_with_sigterm  # type: ignore[attr-defined]
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # SIG_IGN would reach its programs
+    # While a program starts, nobody can tell who sends a SIGTERM, so this process repeats it.
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(os.getpid(), number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)  # later threads inherit the mask
+    threading.Thread(target=_end_with, args=(rank.pid,), daemon=True).start()
 
 
 def _end_with(rank: int) -> None:
