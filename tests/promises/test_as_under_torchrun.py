@@ -453,6 +453,7 @@ FORMS = {
         2,
     ),
     "imports torch twice": (BOTH, f"{IMPORTS_TWICE}{JOINS}joins()", 1),
+    "closes all files": (BOTH, f"import os{JOINS}os.closerange(3, 1 << 16)\njoins()", 1),
     "waits for all its children": (BOTH, f"{JOINS}{WITHOUT_CHILDREN}", 1),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -94,9 +95,13 @@ class StoreOfJob:
         """Let the process serve the store from now on. Returns False if this rank has no such process."""
         if self._starts is None:
             return False
-        with suppress(OSError):  # another process listens there, and serves the store
+        try:
             self._files[0].listen(_BACKLOG)
             self._starts.send(b"!")
+        except (
+            OSError
+        ) as error:  # another process serves it already, or the script has closed all files
+            return error.errno == errno.EADDRINUSE
         return True
 
     def wait(self, timeout: timedelta) -> None:
