@@ -174,7 +174,6 @@ class Screen:
         return b"".join(kept)
 
     def _before(self, source: Source) -> bytes:
-        """The text in front of each line of a source."""
         return stamp().encode() * self._has_stamps + source.prefix
 
     def end(self, source: Source) -> None:
@@ -249,7 +248,9 @@ class Screen:
             except Exception as failed:  # the terminal has hung up, for example
                 self.is_terminal, below = False, []
                 error(f"{self.name} gets whole lines only from now on: {fault(failed)}.")
-        if not text and len(below) == len(self._drawn) == 1 and _extends(*below, *self._drawn):
+        is_one = not text and len(below) == len(self._drawn) == 1
+        # Colours end with a drawing, so a line with codes is drawn anew.
+        if is_one and below[0].startswith(self._drawn[0]) and b"\x1b" not in below[0]:
             self._write(below[0][len(self._drawn[0]) :])
             self._drawn = below
         elif text or below != self._drawn:
@@ -300,11 +301,6 @@ def _unshared(target: int) -> int:
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             return os.open(f"/proc/self/fd/{target}", flags)
     return target
-
-
-def _extends(line: bytes, drawn: bytes) -> bool:
-    """Whether a line continues the line that is drawn, without codes, because colours end with a drawing."""
-    return line.startswith(drawn) and b"\x1b" not in line
 
 
 def _as_drawn(line: bytes) -> bytes:

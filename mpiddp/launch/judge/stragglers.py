@@ -72,7 +72,6 @@ def find_stragglers(
 
 
 def _covered(spans: list[tuple[float, float]], since: float) -> float:
-    """The time that these spans cover together."""
     total, end = 0.0, since
     for began, ended in sorted(spans):
         total += max(0.0, ended - max(began, end))

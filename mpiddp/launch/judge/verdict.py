@@ -267,7 +267,6 @@ def _of_own_end(record: Record, first: Event) -> Outcome:
 
 
 def _silence(record: Record, first: Event) -> str:
-    """The sentence on a host that has stopped answering."""
     host = record.host_of(first.rank)
     silent = [rank for rank, end in sorted(record.failures.items()) if is_silent(end)]
     there = [str(rank) for rank in silent if record.host_of(rank) == host]
@@ -276,7 +275,6 @@ def _silence(record: Record, first: Event) -> str:
 
 
 def _report(record: Record, first: Event) -> str:
-    """The sentence on a rank that has reported how it ended."""
     facts, name, error = first.facts, record.name(first.rank), str(first.facts["error"])
     if facts.get("is_verdict", False):
         return error

@@ -62,11 +62,6 @@ class Request(NamedTuple):
         return [host.name for host in self.hosts.hosts for _ in range(host.ranks)]
 
     @property
-    def aliases_of_ranks(self) -> list[str]:
-        """The name of each rank's host for mpirun, which takes no IPv6 address."""
-        return [host.alias for host in self.hosts.hosts for _ in range(host.ranks)]
-
-    @property
     def why_pinned(self) -> str:
         """The reason for flags that keep mpirun from following a scheduler's variables; "" without any."""
         names = [row.name for row in SCHEDULERS if row.followed_by and row.is_present(self.env)]

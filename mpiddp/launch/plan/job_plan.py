@@ -120,7 +120,6 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
 def _plan(
     options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked
 ) -> Plan:
-    """The plan by the results of the preflight."""
     wanted, least = _wanted_hosts(past, options.spares, options.min_hosts)
     chosen = choose(past, checked, wanted, least)
     placed = place(chosen, checked.gpus, starter, options, env, past, wanted)

@@ -78,7 +78,10 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     runtime, option, plm, other, tmpdir = _NAMES[generation]
     followers = [row.followed_by[generation - 4] for row in SCHEDULERS if row.followed_by]
     followers = [component for component in (*followers, other) if component]
-    names, hosts = request.aliases_of_ranks, request.hosts.hosts
+    hosts = request.hosts.hosts
+    names = [
+        host.alias for host in hosts for _ in range(host.ranks)
+    ]  # mpirun takes no IPv6 address
     listed, several, why_pinned = command.host_file(names), len(hosts) > 1, request.why_pinned
     include = ",".join(request.networks) if several else ""
     # Open MPI knows networks of IPv4 only. Over IPv6, it would take the loopback.

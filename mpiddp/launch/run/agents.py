@@ -63,11 +63,6 @@ class Agents:
     job: str = ""  # an id in the environment of all processes of the job
     private_name: str = ""  # under this name, the other hosts keep the private variables
 
-    @property
-    def has_logged_in(self) -> bool:
-        """Whether mpirun reaches other hosts by ssh logins."""
-        return bool(self.others)
-
     def clean_up(self, outcome: Outcome, record: Record) -> None:
         """Leave no process and no file of the job on any host that can be reached.
 
@@ -77,7 +72,7 @@ class Agents:
         have_met = len(record.latest["joining"]) == record.world_size
         is_clean = have_met and outcome.code in (DONE, BAD_INPUT, STOPPED)
         with ExitStack() as stack:  # whatever one of them raises, the others follow
-            if self.has_logged_in and not is_clean:
+            if self.others and not is_clean:
                 hosts = [host for host in self.others if host.name not in record.silent_hosts]
                 started = record.latest["started"].values()
                 outputs = [output for event in started for output in event.facts.get("outputs", ())]

@@ -201,7 +201,7 @@ class Attempt:
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.act("hold"):
             self.end_job(has_failed=True)  # the other agents wait for this one in vain
-        if not self.server.connected and record.silent_hosts and self.agents.has_logged_in:
+        if not self.server.connected and record.silent_hosts and self.agents.others:
             self.mpirun.kill_all()  # mpirun would wait for its daemons on the silent hosts
         elif record.done and not self.server.connected and record.phase < Phase.ENDING:
             self.timers.after(EXIT_S, self.end_mpirun)

@@ -115,7 +115,7 @@ class LateStart(Watcher):
             case "began":
                 if not self.plan.starter.may_wait:
                     self._allow(start_s)
-                if agents.has_logged_in:
+                if agents.others:
                     self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, record, record.phase)
             case "started" if num_started == record.world_size:
                 self._allow(start_s)
@@ -158,7 +158,7 @@ class LateStart(Watcher):
         agents, started = self.attempt.agents, self.record.latest["started"]
         late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
         hosts = self.plan.request.hosts
-        asked = [host for host in hosts.hosts if host.name in late and agents.has_logged_in]
+        asked = [host for host in hosts.hosts if host.name in late and agents.others]
         answers = ask_hosts(asked, "print(0)", transport=hosts.transport)
         lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
         return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
