@@ -297,6 +297,7 @@ class Checkpoints:
         try:
             yield run
             with run.writing_together():
+                self._records.start(run.first, is_writer=run.is_writer)
                 if run.is_writer:
                     self._records.dir.metrics.touch()
                     run.wishes().write(self._records.dir.path)
@@ -305,7 +306,6 @@ class Checkpoints:
         except BaseException:
             run.close(removes_new=True)
             raise
-        self._records.start(run.first, is_writer=run.is_writer)
         self._run = run
         session.coordinator.tell_launcher("run_dir", path=str(self._records.dir.path))
         if run.rank == 0:

@@ -17,7 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.wishes import METRICS, is_score, records_in, scores_in
+from mpiddp.checkpoints.wishes import (
+    METRICS,
+    WISHES,
+    Wishes,
+    is_score,
+    read_file,
+    records_in,
+    scores_in,
+)
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
@@ -75,6 +83,10 @@ class RunRecords:
             kept = [line for line in lines if _step_of(line) <= step]
             if kept != lines:
                 replace_file(path, b"".join(kept))
+            # Rank 0 alone may have logged the scores, which the wishes of each host have, too.
+            wishes = Wishes.parse(read_file(self.dir.path, WISHES), ())
+            if wishes.best and wishes.best[0] == self._metric:
+                self.scores = {at: score for at, score in wishes.scores.items() if at <= step}
             self.scores |= scores_in(path, self._metric) if self._metric else {}
         except OSError as error:
             self._warn(error)

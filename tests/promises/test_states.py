@@ -441,6 +441,7 @@ def test_retention(tmp_path, capsys):
     assert not any(removed)
     with mpiddp.Checkpoints(run, **options) as checkpoints:
         checkpoints.resume()
+        assert mpiddp.load(run, best=True).step == 6  # a start forgets no score
         for step in (13, 14, 15):
             checkpoints.save(step, {"step": step})
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
