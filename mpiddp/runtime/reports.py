@@ -88,8 +88,8 @@ def announced() -> Announced | None:
 def saving() -> Iterator[None]:
     """Within the body, this rank saves its work: after a request to stop, it has up to 10 minutes.
 
-    `should_stop()` declares the same when it returns True, until the script ends. So this is for saves
-    that may be under way when a stop is requested. Without `mpiddp launch` it does nothing.
+    After `should_stop()` has returned True, you need this no longer. Use it around a save that a stop may
+    interrupt. Without `mpiddp launch` it does nothing.
 
         with mpiddp.saving():
             torch.save(model.state_dict(), path)

@@ -119,8 +119,8 @@ def _loopback_on_one_host(world: World) -> Iterator[None]:
 def init(*, backend: str | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
 
-    Under a plain mpirun, mpirun itself reacts to an exit code. `process_group()` and `mpiddp launch` detect
-    every end.
+    Under a plain mpirun, only mpirun sees how this process ends, and it ignores exit code 0.
+    `process_group()` and `mpiddp launch` notice that, too.
 
     Arguments and errors are those of `process_group`. Returns the world, with all of its fields set.
     """
