@@ -195,6 +195,7 @@ def main(rank, world_size, port):
     numbers = torch.ones(1)
     dist.all_reduce(numbers)
     print(f"sum {numbers.item():g}\\n", end="", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -210,6 +211,7 @@ if rank == 0:
     torch.save({"step": 1}, "model.pt")
 dist.barrier()
 print(f"saved {torch.load('model.pt')['step']}\\n", end="", flush=True)
+dist.destroy_process_group()
 """
 
 
