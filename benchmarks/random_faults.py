@@ -194,8 +194,9 @@ class Job:
         return run(command, env=env, cwd=self.folder, timeout_s=2 * END_S)
 
     def printed(self) -> str:
-        files = [self.folder / "output", *self.folder.glob("printed/*")]
-        return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        files = [self.folder / "output", *self.folder.glob("printed/**/*")]
+        texts = (file.read_text("utf-8", errors="replace") for file in files if file.is_file())
+        return "".join(texts)
 
 
 def start(hosts: Cluster, folder: Path, plan: Plan) -> Job:

@@ -39,6 +39,10 @@ LAUNCHERS = ("mpiddp", "torchrun")
 class Options:
     ranks: tuple[int, ...] = option("numbers of ranks", type=wholes(1), default="2,4,8")
     rounds: int = option("rounds of both launchers", type=whole(1), default=5)
+    variable: bool = option(
+        "the script sets a variable before torch", action="store_true", default=False
+    )
+    on: str | None = option("start mpiddp alone, on these hosts", metavar="HOSTS")
 
 
 class Timed(TypedDict):
@@ -58,9 +62,13 @@ class Results(TypedDict):
 def measure(options: Options, jobs: Jobs) -> Results:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be more ranks than GPUs
     starts = list[Timed]()
+    job = ("gloo", *["variable"] * options.variable)
     for ranks in options.ranks:
-        where = ("-H", f"localhost:{ranks}")
-        commands = {name: start_command(name, where, ranks, jobs.timeout_s) for name in LAUNCHERS}
+        where = ("-H", options.on or f"localhost:{ranks}")
+        commands = {
+            name: start_command(name, where, ranks, jobs.timeout_s, job=job)
+            for name in (LAUNCHERS[:1] if options.on else LAUNCHERS)
+        }
         starts += in_turn("start", commands, ranks, options.rounds, jobs.timeout_s)
     return {"starts": starts}
 

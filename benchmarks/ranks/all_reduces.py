@@ -1,4 +1,4 @@
-"""An env:// script as people write it for torchrun: all_reduces.py BACKEND [STEPS].
+"""An env:// script as people write it for torchrun: all_reduces.py BACKEND [STEPS | variable].
 
 Rank 0 prints when the first all-reduce has ended. With STEPS the first attempt is a small training: after so
 many of them rank 0 prints the time, and the last rank kills itself.
@@ -8,6 +8,9 @@ import os
 import signal
 import sys
 import time
+
+if sys.argv[2:] == ["variable"]:  # as many scripts do, before torch reads them
+    os.environ[sys.argv.pop()] = "1"
 
 import torch
 import torch.distributed as dist

@@ -1,25 +1,48 @@
 """The scripts of benchmarks/. tests/promises/test_python.py has `mpiddp bench`."""
 
-import re
+import os
 import sys
 
 import pytest
 
+from benchmarks.all import FIGURES
+from tests.gpu import session
+from tests.support.cluster import lacking
 from tests.support.ranks import ROOT, run_command
 
-TINY = ("--arch=resnet20", "--batch-size=2", "--rounds=1")
-RUNS = {
-    "start": (("--ranks=1", "--rounds=1"), r"^1 +torchrun +\d+\.\d\d \("),
-    "step": (("-H", "localhost:1", *TINY, "--steps=4"), r"^bare loop again +\d"),
-    "saving": (("-H", "localhost:2", *TINY, "--steps=2"), r"^\| at once \| \d"),
+# A line of the table of each one.
+LINES = {
+    "first": "| mpiddp --version | 0.",
+    "start": "1  torchrun  ",
+    "start_variable": "1  torchrun  ",
+    "start_hosts": "2  mpiddp  ",
+    "restart": "2  torchrun  ",
+    "restart_hosts": "2  mpiddp  ",
+    "step": "bare loop again",
+    "saving": "| at once | ",
+    "beside_dcp": "| FSDP2 | ",
+    "scaling": "efficiency",
+    "scale": "launcher CPU s",
+    "reference": "2 hosts, 100 Mbit/s",
+    "random_faults": "| signals to | jobs |",
+    "gpu": '"name": "start"',
 }
+NEED_ROOT = ("start_hosts", "restart_hosts", "reference", "random_faults")
+
+
+def test_what_waits_for_a_gpu_takes_at_most_12_minutes():
+    assert sum(check.limit_s for check in session.CHECKS.values()) <= session.LIMIT_S == 12 * 60
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_every_row_of_a_table_is_measured(name, tmp_path):
-    options, last_row = RUNS[name]
-    command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--out", str(tmp_path)]
+@pytest.mark.parametrize("name", FIGURES)
+def test_each_benchmark_works(name, tmp_path):
+    """Each one runs once, with as little as it can measure, and its table has the commit and the command."""
+    if name in NEED_ROOT and os.geteuid() != 0:
+        lacking("this needs root")
+    out = tmp_path / "figures.md"
+    command = [sys.executable, "-m", "benchmarks.all", "--only", name, "--brief", "--out", str(out)]
     done = run_command(command, ROOT)
     assert done.returncode == 0, done.stderr
-    assert re.search(last_row, done.stdout, re.MULTILINE), done.stdout
+    assert LINES[name] in out.read_text(), out.read_text()
+    assert f"-m {FIGURES[name].module} " in out.read_text().splitlines()[-2]

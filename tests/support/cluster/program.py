@@ -32,7 +32,8 @@ class Program(subprocess.Popen[str]):
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, sig)
         if sig == signal.SIGCONT:  # nsenter stops with its program
-            os.kill(self.pid, sig)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
 
     def end(self) -> None:
         """Kill the program and all processes of its session, and wait for their end."""
