@@ -25,7 +25,7 @@ from mpiddp.launch.plan.preflight import Checked
 from mpiddp.launch.run.agents import Launcher
 from mpiddp.launch.run.control import Console, SignalQueue
 from mpiddp.launch.run.job import Job
-from mpiddp.protocol.channel import RANK, Seal, Seals, decode, encode, mac, member_key
+from mpiddp.protocol.channel import RANK, Seal, decode, encode, mac, member_key, seals
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.protocol.variables import ADDRESS, SECRET
@@ -127,7 +127,7 @@ def _connect(address: str, key: str, ranks: int) -> list[_Client]:
         own = member_key(key, RANK, rank)
         proof = mac(own, f"member {facts['challenge']}")
         connection.sendall(encode("hello", rank=rank, challenge="", proof=proof))
-        clients.append(_Client(connection, Seals.made(own, facts["challenge"], "").of_member))
+        clients.append(_Client(connection, seals(own, facts["challenge"], "").of_member))
     for client in clients:
         client.connection.recv(4096)
     return clients

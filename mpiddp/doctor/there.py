@@ -119,6 +119,6 @@ def _package() -> dict[str, str]:
     for at, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
-            if name.endswith((".py", ".ini")):
+            if not name.endswith(".pyc"):
                 digest.update(name.encode() + b"\0" + Path(at, name).read_bytes())
     return {"mpiddp": digest.hexdigest()[:12]}

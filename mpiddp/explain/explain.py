@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import BinaryIO
 
-from mpiddp.explain.failures import FAILURES, Failure, Weight
+from mpiddp.explain.failures import FAILURES, ROWS, Failure, Weight
 from mpiddp.text import FIX, escaped
 
 _LONGEST_LINE = 1 << 13  # bytes; the rest is searched as a line of its own
 _SHOWN = 160  # characters of a line that are printed
-_MOST_ERRORS = 200  # exceptions of scripts that are kept, to find the one that the launcher names
 _SURVIVED_STEPS = 2  # a job that makes so many steps after a failure has survived it
-_COMPARED = 80  # characters by which an error of a script is compared with the launcher's sentence
 _END_LINES = 50  # in the last lines of a log, a job may say that it has ended well
 
 # In front of a line of a rank: the time of --timestamps, journald or kubectl logs --timestamps, and then the
@@ -57,41 +55,13 @@ _WELL = re.compile(
     rb"\b(?:complete|completed|finished|done|succeeded|successful|successfully)\b|^\W*done\b"
 )
 
-_BY_ID = {row.id: row for row in FAILURES}
-# These two rows explain nothing themselves: an error of the script, and a launcher's line about a rank that
-# has ended.
-_OWN_ERROR = Failure(
-    id="own-error",
-    says=("Error: ", "Exception:"),
-    cause="",
-    fix="",
-    # NCCL says below a DistBackendError what has failed.
-    pattern=r"^(?!.*DistBackendError)([a-zA-Z_]\w*\.)*[A-Z]\w*(Error|Exception): ",
-    weight=Weight.EXCEPTION,
-)
-_RANK_ENDED = Failure(
-    id="rank-ended",
-    says=(
-        "one or more processes exited with non-zero status",
-        "BAD TERMINATION OF ONE OF YOUR APPLICATION",
-        "multiprocessing.errors.ChildFailedError",
-        "MPI_ABORT was invoked on rank",
-        "called MPI_Abort",
-        "Exited with exit code",
-        "CANCELLED AT",
-    ),
-    cause="",
-    fix="",
-    pattern=r"exited with non|BAD TERM|ChildF|MPI_A|srun: error: .*Exited|"
-    r"\*\*\* (JOB|STEP).*CANCEL",
-    weight=Weight.CONSEQUENCE,
-)
-_ROWS = (*FAILURES, _OWN_ERROR, _RANK_ENDED)
+_BY_ID = {row.id: row for row in ROWS}
+_OWN_ERROR, _RANK_ENDED = _BY_ID["own-error"], _BY_ID["rank-ended"]
 _HANG, _INTERRUPT = _BY_ID["python-hang"], _BY_ID["python-interrupted"]
 # Texts with the same first character share a branch, because that is faster than one alternative for each
 # text.
 _BRANCHES = groupby(
-    sorted([OURS, FIX, *(text for row in _ROWS for text in row.says)]), key=lambda text: text[0]
+    sorted([OURS, FIX, *(text for row in ROWS for text in row.says)]), key=lambda text: text[0]
 )
 _TEXTS = re.compile(
     "|".join(
@@ -152,7 +122,6 @@ class Log:
             str, Explanation
         ] = {}  # by id, the first line since the job has made steps
         self._survived: dict[str, Explanation] = {}  # those before these steps
-        self._errors = deque[Explanation](maxlen=_MOST_ERRORS)  # exceptions that no row explains
         self._verdict: Explanation | None = None
         self._steps = 0  # of training, since the last line that shows a failure
         self._end = deque[bytes](maxlen=_END_LINES)  # the last lines since that line
@@ -191,10 +160,8 @@ class Log:
         for row in rows:
             explanation = _explained(row, number, text)
             self._rows.setdefault(row.id, explanation)
-            if row is _OWN_ERROR:
-                self._errors.append(explanation)
-                if not prefix:  # of one process, the last exception has ended it
-                    self._rows[row.id] = explanation
+            if row is _OWN_ERROR and not prefix:  # of one process, the last one has ended it
+                self._rows[row.id] = explanation
             elif row is _HANG:
                 self._verdict, self.stop = explanation, None
         return bool(rows)
@@ -209,21 +176,13 @@ class Log:
             rows = _shown_by(error or text, Weight.EXCEPTION) or [_OWN_ERROR] * bool(error)
             row = next((row for row in rows if row.weight != Weight.CONSEQUENCE), _RANK_ENDED)
             is_own = row.weight in (Weight.CAUSE, Weight.EXCEPTION) and row is not _INTERRUPT
-            if self._is_hang and not is_own:
+            if self._verdict and self._verdict.failure is _HANG and not is_own:
                 return  # Ctrl-C, or the end of a rank, has only ended the hang
         if row is None or (self._verdict and self._verdict.failure is row):
             return
-        self._verdict = self._rows.get(row.id) or _explained(row, number, text)
-        self.stop = None
-        if row is _OWN_ERROR:
-            same = (
-                line for line in self._errors if verdict and _is_same(line.line, verdict["error"])
-            )
-            self._verdict = next(same, _explained(row, number, text))
-
-    @property
-    def _is_hang(self) -> bool:
-        return self._verdict is not None and self._verdict.failure is _HANG
+        # The launcher's sentence has the very error of the script.
+        line = None if row is _OWN_ERROR else self._rows.get(row.id)
+        self._verdict, self.stop = line or _explained(row, number, text), None
 
     @property
     def explanations(self) -> list[Explanation]:
@@ -251,11 +210,6 @@ class Log:
         return ""
 
 
-def _is_same(line: str, error: str) -> bool:
-    """Whether a line, of which only a part is shown, is the error of a verdict, which has no last period."""
-    return line.strip("….")[:_COMPARED] == escaped(error).strip("….")[:_COMPARED]
-
-
 def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
     """The rows whose texts the line has, without the rows of one weight.
 
@@ -265,7 +219,7 @@ def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
     unquoted = _QUOTED.sub(lambda quote: quote[0][0] + quote[0][-1], line)
     shown = [
         row
-        for row in _ROWS
+        for row in ROWS
         if row.weight != but
         and any(text in (line if _QUOTE.search(text) else unquoted) for text in row.says)
         and re.search(row.pattern, line)

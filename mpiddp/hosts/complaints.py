@@ -6,18 +6,22 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.transport import Transport
 from mpiddp.text import shown, with_fix
 
 NO_PROGRAM = 96  # no exit code of ssh (255), of a shell (126, 127, 128 + N) or of Python (1, 2)
+_SHOWN = 140  # characters of a reason of ssh
 _CONFIG_S = 5.0  # ssh -G, ssh-keygen and ssh-add get this time
 
 # If a jump host (ProxyJump) fails, ssh says why, and then that the host behind it sent nothing. If the jump
@@ -95,6 +99,26 @@ SSH_ERRORS = (
     ),
     SshError(r"^(.+ line \d+: Bad configuration option: .+)", "ssh {name}: {0}", ""),
     SshError(
+        r"^(Certificate invalid: .+?)\.?$",
+        "ssh {name}: {0}.",
+        "get a new certificate from the site, then: {ssh} true",
+    ),
+    SshError(
+        r"^sign_and_send_pubkey: (signing failed for .+?)\.?$",
+        "ssh {name}: {0}.",
+        "touch or unlock the key; with ControlMaster in ~/.ssh/config, once",
+    ),
+    SshError(
+        r"^(?:\S+: )?Permission denied \(((?:gssapi-[a-z-]+,?)+)\)",
+        "ssh {name}: permission denied ({0}): there is no valid Kerberos ticket.",
+        "kinit",
+    ),
+    SshError(
+        r"^(?:\S+: )?Permission denied \((keyboard-interactive)\)",
+        "ssh {name}: permission denied ({0}): it asks for more than a key, such as a code.",
+        "log in once, with ControlMaster and ControlPersist in ~/.ssh/config: {ssh}",
+    ),
+    SshError(
         _DENIED,
         "ssh {name}: permission denied ({0}).",
         "ssh-copy-id {port}{target}",
@@ -140,6 +164,9 @@ SSH_ERRORS = (
         "ssh-closed-early",
         ("kex_exchange_identification", "ssh_exchange_identification"),
     ),
+)
+_SAYS_NOTHING = re.compile(
+    r"Warning: |Connection (?:closed|reset) by |\W*$|debug\d: ", re.IGNORECASE
 )
 # ssh has found no way to the host. If a login fails otherwise, the host is up.
 _LOST = (
@@ -214,12 +241,23 @@ class Answer:
         if not transport.is_ssh:
             reason = ["no output" if self.exit_code else no_end, *errors][-1]
             return transport.complaint(host.name, reason)
-        if self.exit_code is None:
-            why = "A start-up file there may wait for input"
-            slow = _SLOW.format(longer=f"{2 * transport.login_s:.0f}")
-            return with_fix(f"ssh {host.name}: {no_end}. {why}.", f"{ssh_line(host)} true. {slow}")
         printed = self.printed_before.strip().splitlines()
+        if self.exit_code is None:
+            slow = _SLOW.format(longer=f"{2 * transport.login_s:.0f}")
+            why, ssh = "A start-up file there may wait for input", ssh_line(host)
+            if not printed:
+                ssh = ssh.replace("ssh", "ssh -v", 1)
+                network = (
+                    'If it stops before "Authenticated", the network may lose large packets (MTU)'
+                )
+                why = f"{network}. Otherwise, a{why[1:]}"
+            return with_fix(f"ssh {host.name}: {no_end}. {why}.", f"{ssh} true. {slow}")
         if self.exit_code != 255:
+            if (code := _code_of_ssh()) != 0:
+                reason = [f"exit code {code}", *errors][-1]
+                return with_fix(
+                    f"ssh does not run here: {reason}.", "command -v ssh; echo $LD_LIBRARY_PATH"
+                )
             # An sshd may print a banner, and a start-up file a greeting, before the reason.
             reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
             why = f"the host runs another command, which prints: {reason or 'nothing'}"
@@ -235,6 +273,12 @@ class Answer:
             with suppress(ValueError):  # a shell of the host may print other lines
                 return [json.loads(line)]
         return []
+
+
+def failure_of(answers: Iterable[Answer], sentences: Iterable[str]) -> UserError | JobFailed:
+    """The error of a command because of these answers: a failure if a machine has failed, else bad input."""
+    kind = JobFailed if any(answer.is_of_machine for answer in answers) else UserError
+    return kind("\n".join(sentences))
 
 
 def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
@@ -262,11 +306,15 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
                 why = f"the key {key} has a passphrase, and no agent holds it"
                 return with_fix(f"ssh {host.name}: {why}.", f"{agent}ssh-add {key}")
             return with_fix(error.cause, error.fix).format(*match.groups(), **words)
-    if not lines:
+    # A module of PAM says why, before sshd closes the connection. A warning does not say why.
+    says_why = [
+        line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)
+    ]
+    if not (said := says_why or lines):
         return with_fix(
             f"ssh {host.name} failed: no output.", f"{ssh.replace('ssh', 'ssh -v', 1)} true"
         )
-    return with_fix(f"ssh {host.name} failed: {lines[-1]}.", f"{ssh} true")
+    return with_fix(f"ssh {host.name} failed: {' / '.join(said[-2:])[:_SHOWN]}.", f"{ssh} true")
 
 
 def in_general(error: SshError) -> tuple[str, str]:
@@ -274,6 +322,14 @@ def in_general(error: SshError) -> tuple[str, str]:
     words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE"}
     words |= {"here": "this host", "connect": "10", "at": "22", "longer": "30"}
     return error.cause.format(error.example, **words), error.fix.format(error.example, **words)
+
+
+@cache
+def _code_of_ssh() -> int | None:
+    """The exit code of `ssh -V`, which asks no host: not 0 if ssh itself does not start."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(["ssh", "-V"], capture_output=True, timeout=_CONFIG_S).returncode
+    return None
 
 
 @cache

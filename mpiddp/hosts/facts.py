@@ -30,10 +30,13 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         program = str(Path(needs["folder"], program))
     version = program_version(needs["mpirun"], os.environ)
     packages = [os.path.join(needs["folder"], folder) for folder in needs["packages"]]
+    script = os.path.join(needs["folder"], needs["script"])
+    paths = (os.path.join(needs["folder"], "."), script, *[program] * (os.sep in program))
     return {
+        "errors": {path: error for path in paths if (error := error_at(path))},
         "has_folder": os.path.isdir(needs["folder"]),
         "has_program": not program or shutil.which(program, path=needs["path"]) is not None,
-        "has_script": os.path.exists(os.path.join(needs["folder"], needs["script"])),
+        "has_script": os.path.exists(script),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
         "machine": machine("net", "pid"),  # containers of one machine differ in their pids
@@ -45,6 +48,17 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "interfaces": [interface._asdict() for interface in interfaces()],
         "address": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2],
     }
+
+
+def error_at(path: str) -> str:
+    """The system's reason why this path cannot be reached, "" if it can or does not exist."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 def package_version(package: str, folders: Sequence[str] = ()) -> str | None:

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 
-# Bridges of containers and virtual machines. They have the same address on every host and reach none.
-_VIRTUAL = ("docker", "virbr", "br-", "cni", "flannel", "lxcbr", "lxdbr", "podman")
+# Bridges of containers and virtual machines. They have the same address on every host and reach none. Those
+# of Docker end with twelve digits, and br-ex of Open vSwitch is a network of hosts.
+_VIRTUAL = re.compile("(docker|virbr|br-[0-9a-f]{12}$|cni|flannel|lxcbr|lxdbr|podman)")
 
 
 def resolved(name: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
@@ -60,7 +61,7 @@ class Interface(NamedTuple):
 
     @property
     def is_virtual(self) -> bool:
-        return self.name.startswith(_VIRTUAL)
+        return bool(_VIRTUAL.match(self.name))
 
 
 def interfaces() -> list[Interface]:

@@ -3,7 +3,7 @@
     mpiddp hosts keys hostfiles/two_nodes
 
 For each host that ssh does not reach, ssh itself shows the host's key and asks, and ssh-copy-id copies the
-user's key. Hosts behind another one need ProxyJump in ~/.ssh/config first.
+key of the user's agent, or that of a file. Hosts behind another one need ProxyJump in ~/.ssh/config first.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
-from mpiddp.hosts.complaints import Answer
+from mpiddp.hosts.complaints import Answer, failure_of, settings
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import ask_hosts, other_hosts
 from mpiddp.hosts.transport import Transport
 from mpiddp.hosts.where import add_file
-
-_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
+from mpiddp.text import with_fix
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -30,7 +32,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def main(_: argparse.Namespace, hosts: Hosts) -> int:
-    """Make a key if there is none, and copy it. Raises UserError if a host accepts no login then."""
+    """Make a key if there is none, and copy it. Raises `failure_of` if a host accepts no login then."""
     others = other_hosts(hosts.hosts)
     closed = _closed(others, hosts.transport)
     asked = [  # a yes or a password makes these logins possible
@@ -39,13 +41,14 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
         if re.search("(?m)^Host key verification failed|^.*Permission denied", answer.stderr)
     ]
     if asked:
-        key = _key()
-        for host in asked:  # one after the other: ssh asks for a yes and a password
-            port = ["-p", str(host.port)] if host.port else []
-            subprocess.run(["ssh-copy-id", "-i", str(key), *port, "--", host.ssh_target])
+        with _public_key(asked[0]) as key:
+            for host in asked:  # one after the other: ssh asks for a yes and a password
+                port = ["-p", str(host.port)] if host.port else []
+                # -f: the private key may be in an agent alone
+                subprocess.run(["ssh-copy-id", "-f", "-i", key, *port, "--", host.ssh_target])
         closed = _closed(others, hosts.transport)
     if closed:
-        raise UserError("\n".join(answer.why for answer in closed.values()))
+        raise failure_of(closed.values(), [answer.why for answer in closed.values()])
     names = ", ".join(host.name for host in others) or "every host"
     print(f"ssh reaches {names} without a question")
     return DONE
@@ -57,20 +60,37 @@ def _closed(hosts: Sequence[Host], transport: Transport) -> dict[Host, Answer]:
     return {host: answer for host, answer in answers.items() if not answer.has_begun}
 
 
-def _key() -> Path:
-    """The user's public key. A private key is never replaced."""
-    folder = Path.home() / ".ssh"
-    for key in (folder / name for name in _KEYS):
-        public = key.with_suffix(".pub")
-        if key.exists() and not public.exists():  # ssh-keygen may ask for a passphrase
-            done = subprocess.run(["ssh-keygen", "-y", "-f", str(key)], stdout=subprocess.PIPE)
-            if done.returncode:
-                raise UserError(f"{key}: ssh-keygen cannot read this key.")
-            public.write_bytes(done.stdout)
-        if public.exists():
-            return public
-    folder.mkdir(mode=0o700, exist_ok=True)
-    key = folder / _KEYS[0]
+@contextmanager
+def _public_key(host: Host) -> Iterator[str]:
+    """The file of a public key that ssh offers to this host: an agent's first, or that of an IdentityFile.
+
+    Without one, a new key is made after a yes. A private key is never replaced.
+    """
+    agent = subprocess.run(["ssh-add", "-L"], capture_output=True)
+    if agent.returncode == 0:
+        with NamedTemporaryFile(suffix=".pub") as file:
+            file.write(agent.stdout.splitlines(keepends=True)[0])
+            file.flush()
+            yield file.name
+        return
+    keys = [Path(name).expanduser() for name in settings(host, "identityfile")]
+    key = next(filter(Path.exists, keys), None)
+    public = None if key is None else key.with_name(f"{key.name}.pub")
+    if public is None:
+        public = _new_key()
+    elif not public.exists():  # ssh-keygen may ask for a passphrase
+        done = subprocess.run(["ssh-keygen", "-y", "-f", str(key)], stdout=subprocess.PIPE)
+        if done.returncode:
+            raise UserError(f"{key}: ssh-keygen cannot read this key.")
+        public.write_bytes(done.stdout)
+    yield str(public)
+
+
+def _new_key() -> Path:
+    key = Path.home() / ".ssh/id_ed25519"
+    question = f"No agent and no file has a key. Make {key}, without a passphrase? [y/N] "
+    if not sys.stdin.isatty() or input(question).lower() not in ("y", "yes"):
+        raise UserError(with_fix("there is no ssh key.", "ssh-keygen -t ed25519"))
+    key.parent.mkdir(mode=0o700, exist_ok=True)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-    print(f"{key}: a new key without a passphrase", flush=True)
-    return key.with_suffix(".pub")
+    return key.with_name(f"{key.name}.pub")

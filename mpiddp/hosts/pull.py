@@ -2,8 +2,9 @@
 
     mpiddp hosts pull hostfiles/two_nodes runs/x
 
-rsync brings files that are missing here, for example logs of other hosts' ranks, and overwrites nothing. It
-asks one host after the other, because two hosts may have manifests that do not fit together.
+rsync brings files that are missing here, for example logs of other hosts' ranks, and those that have only
+grown since they came. It overwrites nothing else. It asks one host after the other, because two hosts may
+have manifests that do not fit together.
 """
 
 from __future__ import annotations
@@ -61,6 +62,15 @@ def _pull(host: Host, folder: Path, transport: Transport) -> str:
     sizes = push.sizes(push.rsync(host, transport, *_OF_A_RUN, "--ignore-existing", *paths))
     came = f"{counted(len(sizes), 'file')}, {size_text(sum(sizes))}" if sizes else "nothing new"
     compared = push.rsync(host, transport, *_OF_A_RUN, *_DIFFERING, *paths)
-    names = [shown(os.fsdecode(line.split(b" ", 2)[2])) for line in compared if line[:2] == b">f"]
-    differing = f"; not taken, because it differs here: {listed(sorted(names), 3)}" if names else ""
-    return came + differing
+    names = {os.fsdecode(line.split(b" ", 2)[2]) for line in compared if line[:2] == b">f"}
+    # rsync writes an odd name in another way.
+    known = [name for name in sorted(names) if (folder / name).is_file()]
+    begin = [(name, *pushed.beginning(folder / name)) for name in known]
+    program = program_that_prints((pushed,), f"grown({str(folder)!a}, {begin!a})")
+    grown = (ask_hosts([host], program, transport=transport)[host].value or ()) if names else ()
+    if grown:  # files that were pulled while the job ran
+        chosen = ("--from0", "--files-from=-", *paths)
+        push.rsync(host, transport, *_OF_A_RUN, *chosen, stdin=os.fsencode("\0".join(grown)))
+        came = f"{came}, {counted(len(grown), 'file')} went on"
+    left = [shown(name) for name in sorted(names - {*grown})]
+    return came + (f"; not taken, because it differs here: {listed(left, 3)}" if left else "")

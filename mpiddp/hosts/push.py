@@ -31,7 +31,7 @@ from tempfile import TemporaryDirectory
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts import pushed
-from mpiddp.hosts.complaints import Answer, ssh_complaint
+from mpiddp.hosts.complaints import Answer, failure_of, ssh_complaint
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts, program_that_prints
@@ -42,6 +42,8 @@ from mpiddp.text import counted, escaped, names_by_value, shown, size_text, with
 _OTHERS = ("envs", "pkgs")
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 _REPLACED = ".mpiddp-replaced"
+_MOST_LISTED = 1 << 27  # bytes of a list of paths that a host may have written,
+_MOST_PATHS = 5_000_000  # and its paths
 _AT_ONCE = 8  # rsync processes
 # -s keeps names of files from the shell there (its long name differs between versions of rsync). The cats of
 # _SHELL need pipes that block.
@@ -119,6 +121,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         hosts.hosts,
         folders or default_folders(str(Path.cwd())),
         left_out=(*LEFT_OUT, *options.leave_out),
+        says_first=True,
         min_hosts=options.min_hosts,
         transport=hosts.transport,
     )
@@ -136,10 +139,9 @@ def default_folders(here: str) -> list[str]:
     """
     others = [name for name in _OTHERS if Path(sys.prefix, name).is_dir()]
     if others and sys.prefix == sys.base_prefix and sys.prefix in _environment():
-        raise UserError(
-            f"{sys.prefix} holds other environments ({', '.join(others)}). Activate one of its own, or name "
-            "folders: mpiddp hosts push FILE FOLDER"
-        )
+        sentence = f"{sys.prefix} holds other environments ({', '.join(others)})."
+        fix = "activate one of its own, or name folders: mpiddp hosts push FILE FOLDER"
+        raise UserError(with_fix(sentence, fix))
     package, taken = Path(__file__).parents[2], [Path(here), *map(Path, _environment())]
     taken += [package] if "site-packages" not in package.parts else []
     return [
@@ -176,6 +178,7 @@ def push(
     folders: Sequence[str],
     *,
     left_out: Sequence[str] = LEFT_OUT,
+    says_first: bool = False,  # print what it is about to send
     min_hosts: int | None = None,  # so many hosts, with this one, must have them; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
@@ -183,8 +186,8 @@ def push(
 
     The environment becomes the same, even if it lies in another folder. Returns the bytes that each host
     lacked (0: nothing has changed), and a sentence for each host that has not got everything. Raises
-    UserError if too few hosts can take a push (then nothing is sent), and JobFailed if it has failed on too
-    many.
+    `failure_of` if too few hosts can take a push (then nothing is sent), and JobFailed if it has failed on
+    too many.
     """
     if (least := min_hosts or len(hosts)) > len(hosts):
         raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
@@ -198,7 +201,7 @@ def push(
     answers = ask_hosts(others, prepare, transport=transport)
     failures = refusals(answers)
     if len(hosts) - len(failures) < least:
-        raise UserError("\n".join(failures.values()))
+        raise failure_of([answers[host] for host in failures], failures.values())
     paths = [{*_paths(folder, left_out)} for folder in folders] if others else []
 
     def send(host: Host) -> int | str:
@@ -209,6 +212,8 @@ def push(
             return str(failed)
 
     ready = [host for host in others if host not in failures]
+    for folder in folders if says_first and ready else ():
+        print_error(f"pushing {folder} ({_extent(folder, left_out)})")
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         results = dict(zip(ready, threads.map(send, ready), strict=True))
     failures |= {host: why for host, why in results.items() if isinstance(why, str)}
@@ -244,6 +249,20 @@ def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
         yield from (f"{place}/{name}"[len(folder) + 1 :] for name in (*files, *links))
 
 
+def _extent(folder: str, left_out: Sequence[str]) -> str:
+    """How much a push of this folder compares, and whether it removes what only a host has."""
+    is_environment = folder in (environment := _environment())
+    skipped = {f"{folder}/{name}" for name in (*left_out, *_OTHERS * is_environment)}
+    skipped |= {*environment} - {folder}
+    sizes = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if f"{place}/{name}" not in skipped]
+        with suppress(OSError):  # one is deleted meanwhile
+            sizes += [os.lstat(f"{place}/{name}").st_size for name in files]
+    removes = ", and what only a host has is removed" if is_environment else ""
+    return f"{counted(len(sizes), 'file')}, {size_text(sum(sizes))}{removes}"
+
+
 def _send(
     host: Host,
     folder: str,
@@ -257,9 +276,7 @@ def _send(
     Returns 0 if nothing has changed, else the bytes of the files that the host lacked, or 1 if only other
     facts have changed, such as permissions. Raises JobFailed.
     """
-    before = set[str]()
-    with suppress(ValueError, zlib.error):  # another program has written the file
-        before = {*os.fsdecode(zlib.decompress(b64decode(sent_before))).split("\0")} - {""}
+    before = listed_paths(sent_before)
     deleted = before - paths
     environment = _environment()
     if folder in environment:
@@ -290,6 +307,15 @@ def _send(
             # Without a delay, because hosts that share a disk receive the same file at the same time.
             rsync(host, transport, "--no-delay-updates", "--", str(file), f"{host.alias}:{folder}/")
     return max(1, sum(sizes(lines))) if lines else 0
+
+
+def listed_paths(packed: str) -> set[str]:
+    """The paths that a host says it has been sent; none if another program has written the list."""
+    with suppress(ValueError, zlib.error):
+        text = zlib.decompressobj().decompress(b64decode(packed), _MOST_LISTED)
+        if len(text) < _MOST_LISTED and text.count(b"\0") < _MOST_PATHS:
+            return {*os.fsdecode(text).split("\0")} - {""}
+    return set()
 
 
 def _pattern(path: str) -> str:

@@ -5,7 +5,9 @@ This module travels to the hosts as source. It needs Python 3.8 and the standard
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,27 @@ NO_RSYNC = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
 def has(folder: str) -> str | bool:
     """Whether this host has the folder, or a sentence if it cannot take part in a pull."""
     return _why_not() or Path(folder).is_dir()
+
+
+def beginning(path: Path, size: int = sys.maxsize) -> tuple[int, str]:
+    """The bytes of a file, at most `size`, and their SHA-256."""
+    digest, left = hashlib.sha256(), size
+    with path.open("rb") as file:
+        while chunk := file.read(min(left, 1 << 20)):
+            digest.update(chunk)
+            left -= len(chunk)
+    return size - left, digest.hexdigest()
+
+
+def grown(folder: str, files: Sequence[tuple[str, int, str]]) -> list[str]:
+    """The names of the files that begin here as they are where they were pulled, and go on."""
+    names = []
+    for name, size, digest in files:
+        with suppress(OSError):
+            path = Path(folder, name)
+            if path.stat().st_size > size and beginning(path, size) == (size, digest):
+                names.append(name)
+    return names
 
 
 def prepare(folders: Sequence[str]) -> str | list[str]:

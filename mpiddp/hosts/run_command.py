@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shlex
 import sys
@@ -18,14 +19,15 @@ from typing import TextIO
 
 from mpiddp.arguments import OneSentenceParser, duration
 from mpiddp.errors import DONE, FAILED, UserError, print_error
-from mpiddp.hosts.complaints import NO_PROGRAM, Answer
+from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.hosts.where import add_file
 from mpiddp.text import escaped, names_by_value
 
-_ENDED = "mpiddp-hosts-run ended: "  # begins the agent's last line, on stderr
+# It begins the agent's last line, on stderr. No command prints it by chance.
+_ENDED = f"mpiddp-hosts-run-{os.urandom(8).hex()} ended: "
 # It runs COMMAND in FOLDER, or else in the home folder, or else in /. If the connection ends, nobody reads
 # its stdout any more, and it ends all processes of COMMAND.
 _AGENT = r"""
@@ -93,7 +95,11 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
     def show(news: Mapping[Host, Answer], ended: Collection[Host]) -> None:
         done.update(host for host, answer in news.items() if _ENDED in answer.stderr)
-        errors = {host.name: answer.stderr.partition(_ENDED)[0] for host, answer in news.items()}
+        errors = {  # before its login, ssh says why it fails, and so does the sentence below
+            host.name: answer.stderr.partition(_ENDED)[0]
+            for host, answer in news.items()
+            if answer.has_begun
+        }
         failed = {host.name: _failure(news[host], is_done=host in done) for host in ended}
         _show({host.name: answer.stdout for host, answer in news.items()}, sys.stdout)
         _show(errors, sys.stderr)
@@ -123,6 +129,6 @@ def _failure(answer: Answer, *, is_done: bool) -> str:
         return "no end yet; stopped"
     if is_done:
         return f"exit code {code}" if code else ""
-    if answer.has_begun and code != NO_PROGRAM:
+    if answer.has_begun and code in (DONE, 255):
         return "the connection was lost"
     return answer.why.removeprefix(f"{answer.host.name}: ")

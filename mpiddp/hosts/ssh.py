@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import selectors
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from mpiddp.errors import UserError
 from mpiddp.hosts import jump
@@ -34,10 +36,12 @@ from mpiddp.hosts.transport import SSH, Transport
 
 _MOST_LOGINS = 32  # that wait for their hosts at the same time
 _NO_SSH = "ssh is not installed here."
-_FILES_PER_HOST = 3  # a login has a socket, a pipe and a file
+_FILES_PER_HOST = 3  # a login has a socket and two pipes
 _END_S = 4.0  # a program on this machine gets this time to end by itself
 _ENDS_STEP_S = 1.0  # a scheduler's program gets this time to end its task
 OUTPUT_LIMIT = 16 << 20  # bytes; a program that prints more is killed: it may print for ever
+_LONGEST_WAIT_S = 3600.0  # a selector takes no infinity
+_POLL_S = 0.005  # to see that a program has ended
 _TOGETHER_S = 1.0  # lines that come within this time are shown together
 _MOST_UNSHOWN = 1 << 20  # bytes; if a host has printed more, they are shown without waiting
 
@@ -78,7 +82,6 @@ Host *
   RemoteCommand none
   RequestTTY no
   Include ~/.ssh/config
-  Include /etc/ssh/ssh_config
 """
 
 
@@ -150,7 +153,8 @@ def ask_hosts(
                 login.ask(host, program, work_s, is_last=kept is None)
                 login.deadline = min(login.deadline, until)
                 running.append(login)
-                selector.register(login.stdout, selectors.EVENT_READ, login)
+                for stream in (login.stdout, login.stderr):
+                    selector.register(stream, selectors.EVENT_READ, (login, stream))
 
             while waiting or running:
                 pending = sum(not login.has_begun for login in running)
@@ -159,15 +163,20 @@ def ask_hosts(
                     login = kept.pop(host.key, None) if kept else None
                     ask(host, login or Login(host, python, transport, config))
                 wait_s = min(login.deadline for login in running) - time.monotonic()
-                if show is not None:  # stderr is a file, so no event tells of new lines in it
-                    wait_s = min(wait_s, _TOGETHER_S)
-                events = selector.select(max(0.0, wait_s))
-                ended = [key.data for key, _ in events if not key.data.read()]
+                wait_s = min(wait_s, show_at - time.monotonic(), _LONGEST_WAIT_S)
+                ended = list[Login]()
+                for key, _ in selector.select(max(0.0, wait_s)):
+                    login, stream = key.data
+                    if not login.read(stream):
+                        selector.unregister(stream)
+                        ended += [login] * (stream is login.stdout)
                 now = time.monotonic()
                 for login in [
                     login for login in running if login in ended or login.deadline <= now
                 ]:
-                    selector.unregister(login.stdout)
+                    for stream in (login.stdout, login.stderr):
+                        with suppress(KeyError):  # it is at its end
+                            selector.unregister(stream)
                     running.remove(login)
                     answer = login.answer()
                     if (again := login.again(answer.stderr, config, direct)) is not None:
@@ -220,7 +229,23 @@ def ssh_config(
         if lines := "".join(f"  {key} {value}\n" for key, value in settings.items() if value):
             blocks += f"Host {host.alias}\n{lines}"
     signs = math.ceil(max(transport.silence_s, transport.login_s) / 3)
-    return blocks + _SETTINGS.format(connect_s=transport.connect_s, signs=signs)
+    ours = _SETTINGS.format(connect_s=transport.connect_s, signs=signs)
+    return f"{blocks}{ours}{_of_machine()}"
+
+
+@cache
+def _of_machine() -> str:
+    """The line that includes the file of the machine that this ssh reads by itself.
+
+    The ssh of conda, Nix or Spack has a file of its own, and may not know an option in that of the system.
+    """
+    with suppress(OSError, subprocess.TimeoutExpired):
+        command = ["ssh", "-vG", "localhost"]  # it asks no host
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_END_S).stderr
+        # It reads the user's files first. The files that this one includes have other names.
+        files = re.findall("(?m)^debug1: Reading configuration data (/.*/ssh_config)\r?$", said)
+        return "".join(f"  Include {file}\n" for file in files[-1:])
+    return ""
 
 
 @contextmanager
@@ -259,10 +284,9 @@ class Login:
         self.has_begun = False  # whether the login has succeeded
         self._before = bytearray()  # the output of start-up files, before the login
         self.output = bytearray()  # of the present program, as far as `lines` has not returned it
-        # stdin is a socket, because a user with many pipes gets pipes that are smaller than a program. stderr
-        # is a file, because a connection that ssh keeps (ControlPersist) may hold it open for long.
+        # stdin is a socket, because a user with many pipes gets pipes that are smaller than a program.
         self._stdin, theirs = socket.socketpair()
-        self._stderr, self._shown_errors = unnamed_file(), 0
+        self.errors = bytearray()  # the same of stderr, with what ssh has printed before the login
         if is_this_host(host.name):
             command = ["sh", "-c", _SHELL_LINE]
         elif transport.is_ssh:
@@ -278,10 +302,13 @@ class Login:
                 env=transport.environment(os.environ),
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
-                stderr=self._stderr,
+                stderr=subprocess.PIPE,
             )
         assert self.process.stdout is not None
-        self.stdout = self.process.stdout
+        assert self.process.stderr is not None
+        self.stdout, self.stderr = self.process.stdout, self.process.stderr
+        for stream in (self.stdout, self.stderr):
+            os.set_blocking(stream.fileno(), False)
         self._stdin.settimeout(transport.login_s)
         self._send()
         self._to_send = f"python={python}\n".encode()
@@ -309,9 +336,12 @@ class Login:
             if self._is_last:
                 self._stdin.shutdown(socket.SHUT_WR)
 
-    def read(self) -> bool:
-        """Read the output that has arrived. Returns whether more may come."""
-        chunk = os.read(self.stdout.fileno(), 65536)
+    def read(self, stream: IO[bytes]) -> bool:
+        """Read what has arrived of a stream. Returns whether more may come."""
+        chunk = os.read(stream.fileno(), 65536)
+        if stream is self.stderr:
+            self.errors += chunk
+            return bool(chunk) and self._has_room()
         (self.output if self.has_begun else self._before).extend(chunk)
         line = f"{LOGIN}\n".encode()
         if not self.has_begun and line in self._before:
@@ -319,40 +349,45 @@ class Login:
             self.has_begun = True
             self.deadline = time.monotonic() + self._work_s
             self._send()
-        if len(self.output) > OUTPUT_LIMIT:
+        return bool(chunk) and self._has_room() and not self.has_answered
+
+    def _has_room(self) -> bool:
+        """Whether the output that has not been shown is short enough to go on."""
+        if max(len(self.output), len(self.errors)) > OUTPUT_LIMIT:
             self.deadline = 0.0
-            return False
-        return bool(chunk) and not self.has_answered
+        return self.deadline > 0.0
 
     @property
     def unshown(self) -> int:
         """The bytes of its output that have arrived since `lines` was called."""
-        return len(self.output) + os.fstat(self._stderr.fileno()).st_size - self._shown_errors
+        return len(self.output) + len(self.errors)
 
     def lines(self) -> Answer:
         """The whole lines that have arrived since the last call, or a part of a very long one."""
-        errors = self._new_errors()
-        parts = [
-            text if len(text) > _MOST_UNSHOWN else text[: text.rfind(b"\n") + 1]
-            for text in (bytes(self.output), errors)
-        ]
-        del self.output[: len(parts[0])]
-        self._shown_errors += len(parts[1])
-        if self._shown_errors > OUTPUT_LIMIT:  # shown errors remain in the file, which is in memory
-            self.deadline = 0.0
+        parts = []
+        for text in (self.output, self.errors):
+            size = len(text) if len(text) > _MOST_UNSHOWN else text.rfind(b"\n") + 1
+            parts.append(bytes(text[:size]))
+            del text[:size]
         return self._answer(None, *parts)
 
     def answer(self) -> Answer:
         """The output that `lines` has not returned, and the exit code of the program."""
         exit_code = 0 if self.has_answered else None
-        if exit_code is None:
-            with suppress(subprocess.TimeoutExpired):
-                exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
+        while exit_code is None and (exit_code := self.process.poll()) is None:
+            self._read_errors()  # else a program that prints many would wait for ever
+            if time.monotonic() >= self.deadline:
+                break
+            time.sleep(_POLL_S)
+        self._read_errors()
         printed = bytes(self.output).removesuffix(_ANSWERED)
-        return self._answer(exit_code, printed, self._new_errors())
+        return self._answer(exit_code, printed, bytes(self.errors))
 
-    def _new_errors(self) -> bytes:
-        return os.pread(self._stderr.fileno(), 2 * OUTPUT_LIMIT, self._shown_errors)
+    def _read_errors(self) -> None:
+        # Do not wait for the end: a connection that ssh keeps (ControlPersist) may hold it open for long.
+        with suppress(BlockingIOError):
+            while self.read(self.stderr):
+                pass
 
     def _answer(self, exit_code: int | None, *printed: bytes) -> Answer:
         texts = (*printed, bytes(self._before))
@@ -393,7 +428,7 @@ class Login:
                 self.process.wait(_ENDS_STEP_S)
         self.process.kill()
         self.process.wait()
-        self._stderr.close()
+        self.stderr.close()
 
 
 class Logins(dict[str, Login]):

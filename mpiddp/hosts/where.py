@@ -1,5 +1,7 @@
 """Which hosts a command means: --hostfile FILE, -H HOSTS, or FILE alone; else the scheduler's allocation.
 
+-H @gpu is the hostfile ~/.config/mpiddp/hosts/gpu.
+
 mpiddp doctor hosts.txt
 mpiddp hosts run -H node1,node2 -- uptime
 salloc --nodes 2 mpiddp hosts check
@@ -23,6 +25,7 @@ from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.hostfile import Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.transport import SSH
+from mpiddp.text import with_fix
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
@@ -32,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where (default: the scheduler's allocation)")
     add = group.add_argument
     add("--hostfile", metavar="FILE", help="file of hosts and slots; FILE alone means the same")
-    add("-H", dest="host_list", metavar="HOSTS", help="hosts and slots: node1:2,node2:4")
+    add("-H", dest="host_list", metavar="HOSTS", help="hosts: node1:2,node2:4, or @NAME")
     add(
         "--login-timeout",
         dest="login_s",
@@ -80,6 +83,9 @@ def named_hosts(
     if hostfile is not None:
         is_file = os.path.isfile(hostfile)  # noqa: PTH113 - False for any error
         hosts = (read_hostfile if is_file else _read_once)(hostfile)
+    elif host_list is not None and re.fullmatch(r"@\w[\w.-]*", host_list):
+        configured = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")  # noqa: PTH111
+        hosts = read_hostfile(Path(configured, "mpiddp/hosts", host_list[1:]))
     elif host_list is not None:
         hosts = parse_host_list(host_list)
     else:
@@ -96,30 +102,17 @@ def _refuse_another_login(hosts: Hosts) -> None:
     """
     suspects = [host for host in hosts.hosts if host.user or host.port]
     resolve_all([host.name for host in suspects])
-    for host in suspects:
-        user = host.user not in (None, *_own_names()) and f"user={host.user}"
-        port = host.port not in (None, *_own_ports()) and f"port={host.port}"
-        if (wrong := user or port) and is_this_host(host.name):
-            raise UserError(
-                f"{hosts.where(host)}: {host.name} is this machine, where ranks start without ssh, "
-                f"so {wrong} would be ignored. Remove it, or give a container its own address."
-            )
-
-
-def _own_names() -> list[str]:
+    own: set[str | int | None] = {None, 22}
     with suppress(KeyError):  # a container may have no entry for its user
-        return [pwd.getpwuid(os.getuid()).pw_name]
-    return []
-
-
-def _own_ports() -> set[int]:
-    """The ports of this machine's sshd."""
-    ports = {22}
+        own.add(pwd.getpwuid(os.getuid()).pw_name)
     for file in (Path("/etc/ssh/sshd_config"), *Path("/etc/ssh/sshd_config.d").glob("*.conf")):
-        with suppress(OSError):
+        with suppress(OSError):  # not everybody may read it
             text = file.read_text("utf-8", errors="replace")
-            numbers = re.findall(
-                r"(?mi)^\s*(?:Port[ \t=]+|ListenAddress[ \t=].*:)(\d{1,5})\s*$", text
-            )
-            ports |= {*map(int, numbers)}
-    return ports
+            own |= {*map(int, re.findall(r"(?mi)^\s*Port[ \t=]+(\d{1,5})\s*$", text))}
+    for host in suspects:
+        values = {"user": host.user, "port": host.port}.items()
+        wrong = " and ".join(f"{key}={value}" for key, value in values if value not in own)
+        if wrong and is_this_host(host.name):
+            is_here = f"{host.name} is this machine, where ranks start without ssh"
+            sentence = f"{hosts.where(host)}: {is_here}, so {wrong} would be ignored."
+            raise UserError(with_fix(sentence, "remove it, or give a container its own address"))

@@ -183,16 +183,15 @@ class Seal:
 
 
 class Seals(NamedTuple):
-    """The seals of a connection between a member and the server."""
+    """The seals of the lines of a member and of the server."""
 
     of_member: Seal
     of_server: Seal
 
-    @classmethod
-    def made(cls, key: str, of_server: str, of_member: str) -> Seals:
-        """From the key of the member, and the challenges of both ends."""
-        both = f"{of_server} {of_member}"
-        return cls(Seal(key, both, "member"), Seal(key, both, "server"))
+
+def seals(key: str, *challenges: str) -> Seals:
+    """The seals of a connection, by the member's key and the challenges of the server and the member."""
+    return Seals(*(Seal(key, " ".join(challenges), end) for end in ("member", "server")))
 
 
 def introduce(
@@ -212,7 +211,7 @@ def introduce(
     has_proof = answer.get("proof") == mac(key, f"server {question}")
     if answer["type"] != "taken" and not (answer["type"] == "received" and has_proof):
         raise ValueError("no proof")
-    return answer, Seals.made(key, challenge, question)
+    return answer, seals(key, challenge, question)
 
 
 def _next(connection: socket.socket) -> dict[str, Any]:
@@ -299,10 +298,12 @@ def state_folder() -> Path:
 def viewed_folders() -> list[Path]:
     """The beginnings of the paths of the folders in which the launchers of this user listen for viewers.
 
-    Machines may share the first folder. logind would remove XDG_RUNTIME_DIR at a user's last logout.
+    Machines may share the first folder, and containers a name, so it has the number of this machine's start.
+    logind would remove XDG_RUNTIME_DIR at a user's last logout.
     """
-    state = state_folder()
-    of_host = [state / socket.gethostname() / "job-"] if state.is_absolute() else []
+    state, boot = state_folder(), Path("/proc/sys/kernel/random/boot_id")
+    machine = f"{socket.gethostname()}-{boot.read_text('ascii')[:8]}"
+    of_host = [state / machine / "job-"] if state.is_absolute() else []
     return [*of_host, Path(f"/tmp/mpiddp-job-{os.getuid()}-")]
 
 

@@ -237,7 +237,7 @@ class ChannelServer:
         peer.rank, peer.group = rank, number
         del self._strangers[peer]
         peer.send(encode("received", proof=proof, group=number))
-        peer.seals = channel.Seals.made(key, peer.challenge, facts["challenge"])
+        peer.seals = channel.seals(key, peer.challenge, facts["challenge"])
         self._groups[number].enter(rank)
         return []
 

@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError, cause_of, print_error
-from mpiddp.files import locked_folder
+from mpiddp.files import locked_folder, read_limited
+from mpiddp.hosts.private import is_private
 from mpiddp.protocol.channel import state_folder
 
 LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two parts are kept
 KEPT = 20  # jobs that have ended and whose folders are kept
+_LONGEST_REPORT = 64 << 20  # bytes
 _CHECK_S = 1.0  # the size of the log is looked at so often
 _NO_REPORT = "its launcher was killed, its machine stopped, or its disk is full"
 
@@ -60,7 +62,7 @@ class DetachedJob:
     def report(self) -> dict[str, Any]:
         """The report that `mpiddp.launch.run.outcome_file` writes, {} if it cannot be read."""
         with suppress(OSError, ValueError):
-            report = json.loads(self.report_path.read_bytes())
+            report = json.loads(read_limited(self.report_path, _LONGEST_REPORT))
             return report if isinstance(report, dict) else {}
         return {}
 
@@ -106,8 +108,10 @@ def detached_jobs() -> list[DetachedJob]:
     """All jobs whose folders are kept, the latest first."""
     begun = []
     for lock in (state_folder() / "jobs").glob("*/lock"):
+        # A group may write the state folder, and a FIFO of another user would wait for ever.
         with suppress(OSError):  # removed meanwhile
-            begun.append((lock.stat().st_mtime, DetachedJob(lock.parent)))
+            if is_private(lock.parent):
+                begun.append((lock.stat().st_mtime, DetachedJob(lock.parent)))
     return [job for _, job in sorted(begun, key=lambda pair: pair[0], reverse=True)]
 
 

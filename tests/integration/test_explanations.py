@@ -100,7 +100,7 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         ([RAISED, WAITED], [("own-error", 1), ("gloo-timeout", 2)]),
         ([WAITED, RAISED], [("gloo-timeout", 1), ("own-error", 2)]),
         # The launcher's own sentence is known.
-        (["ValueError: bad", VERDICT, *DF], [("own-error", 1)]),
+        (["ValueError: bad", VERDICT, *DF], [("own-error", 2)]),
         # That of a DataLoader whose worker has ended names no file.
         (
             ["FileNotFoundError: [Errno 2] No such file or directory", VERDICT],

@@ -101,12 +101,15 @@ def strangers(hosts: Hosts) -> Iterator[Hosts]:
 
 
 def test_keys(strangers, file):
-    """`mpiddp hosts keys` asks once for each host. Afterwards, ssh reaches all hosts without a question."""
+    """`mpiddp hosts keys` asks before it makes a key, and for each host. Then, ssh reaches them all."""
     node0 = strangers["node0"]
     assert strangers.run("hosts", "run", file, "--", "true").code == 1
     keys = [sys.executable, "-m", "mpiddp", "hosts", "keys", file]
     command = node0.enter([sys.executable, "-c", TERMINAL, *keys], cwd=ROOT)
+    refused = strangers.run("hosts", "keys", file).assert_code(2)  # nobody can say yes
+    assert "there is no ssh key." in refused.stderr
     with in_a_terminal("/usr/bin/env", *command, cwd=ROOT) as job:
+        job.until(r"without a passphrase\? \[y/N\] ").types("y\n")
         for name in ("node1", "node2"):
             job.until(rf"authenticity of host '{name} [^?]*\(yes/no").types("yes\n")
             job.until(f"root@{name}'s password: ").types(f"{PASSWORD}\n")
@@ -172,6 +175,30 @@ def test_run_shows_lines_as_they_come(hosts, file):
 SLEEP = "echo begun; (trap '' TERM; exec sleep 1000) & sleep 1000; wait"
 
 
+@pytest.mark.parametrize("stream", [1, 2])
+def test_run_ends_no_command_for_what_it_prints(hosts, stream):
+    """A command may print any amount on stdout and on stderr. `mpiddp hosts run` ends it for neither."""
+    lines = (
+        f"head -c 40000000 /dev/zero | tr '\\0' x | fold -w 9999 >&{stream}; echo; echo finished"
+    )
+    done = hosts.run("hosts", "run", "-H", "node0,node1", "--", "sh", "-c", lines).assert_ok()
+    hosts_done = re.findall(r"^(\S+): finished$", done.stdout, re.M)
+    assert hosts_done in (["node[0-1]"], ["node0", "node1"], ["node1", "node0"])
+
+
+def test_run_says_once_why_a_host_does_not_answer(hosts):
+    """A host that is off, or whose Python does not start, is named in one line, with the reason."""
+    folder = hosts["node1"].path("/usr/local/bin")
+    executable(folder / "python3", "echo python3: cannot load libz.so.1 >&2; exit 127")
+    try:
+        done = hosts.run("hosts", "run", "-H", "node1,10.77.0.99", "--", "true").assert_code(1)
+    finally:
+        (folder / "python3").unlink()
+    off, broken = sorted(done.said)
+    assert off.startswith("10.77.0.99: ssh 10.77.0.99: no route (")
+    assert broken == "node1: python3 does not run there: python3: cannot load libz.so.1."
+
+
 @pytest.mark.parametrize("end", ["Ctrl-C", "--timeout"])
 def test_run_leaves_nothing(hosts, file, end):
     """Ctrl-C and --timeout end all that `mpiddp hosts run` has started, and show what it has printed."""
@@ -201,7 +228,10 @@ def test_push_makes_a_folder_the_same(hosts, file, project):
     (project / "train.py").write_text("print(2)\n")
     write(project, {"src/deep/new": "new"})
     sent = links.sent_bytes(hosts["node0"])
-    hosts.run("hosts", "push", file, project).assert_ok()
+    done = hosts.run("hosts", "push", file, project).assert_ok()
+    assert re.fullmatch(
+        rf"pushing {re.escape(str(project))} \(\d+ files, [\d.]+ .?B\)", done.said[0]
+    )
     assert links.sent_bytes(hosts["node0"]) - sent < 10_000_000
     for path in there:
         kept = {name: text for name, text in theirs.items() if (path / name).read_text() == text}
@@ -314,9 +344,7 @@ def test_push_leaves_other_environments_alone(hosts, file, project):
     push, home = (sys.executable, "-c", IN_ENVIRONMENT), {"HOME": str(project)}
     verb = ("hosts", "push", file)
     refused = hosts.run(*push, base, base, *verb, cwd=project, env=home).assert_code(2)
-    assert (
-        f"{base} holds other environments (envs, pkgs). Activate one of its own" in refused.stderr
-    )
+    assert f"{base} holds other environments (envs, pkgs)." in refused.stderr
     (project / "train").mkdir()
     (project / "train/a.py").touch()
     own = base / "envs/own"  # of pyenv, or a virtual environment above conda's Python
@@ -324,6 +352,13 @@ def test_push_leaves_other_environments_alone(hosts, file, project):
     sent = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
     kept = {"conda-meta/history", "lib/a.so", "envs/own/lib/b.so", "envs/llama/lib/torch.so"}
     assert {path for path in sent if ".mpiddp" not in path} == kept
+
+
+def test_a_host_that_is_off_is_no_bad_input(hosts, project):
+    """If a host is off, each command of `mpiddp hosts` ends with 1, as for every failure of a machine."""
+    where = ("-H", "node0,10.77.0.99")
+    for verb in (("push", *where, project), ("pull", *where, "runs/x"), ("keys", *where)):
+        assert "no route (" in hosts.run("hosts", *verb).assert_code(1).stderr
 
 
 def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
@@ -421,15 +456,19 @@ def test_pull_brings_a_run_home(hosts, file):
 
 
 def test_pull_overwrites_nothing(hosts, file):
-    """A pull overwrites nothing, and names the files that differ."""
+    """A pull continues files that have grown, such as logs. It overwrites no other file, and names it."""
     run = hosts.folder / "run"
-    write(run, {"metrics.jsonl": "{}\n", "grown": "line 1\n"})
+    write(run, {"metrics.jsonl": "{}\n", "grown": "line 1\n", "own": "mine\n"})
     there = hosts["node1"].path(run)
-    write(there, {"metrics.jsonl": "{}\n", "grown": "line 1\nline 2\n", "new": "new"})
-    for came in ("1 file, 3 B", "nothing new"):
+    write(
+        there,
+        {"metrics.jsonl": "{}\n", "grown": "line 1\nline 2\n", "new": "new", "own": "theirs\n"},
+    )
+    for came in ("1 file, 3 B, 1 file went on", "nothing new"):
         done = hosts.run("hosts", "pull", file, run).assert_ok()
-        assert done.lines[0] == f"node1: {came}; not taken, because it differs here: grown"
-        assert (run / "grown").read_text() == "line 1\n"
+        assert done.lines[0] == f"node1: {came}; not taken, because it differs here: own"
+        texts = [(run / name).read_text() for name in ("grown", "own")]
+        assert texts == ["line 1\nline 2\n", "mine\n"]
 
 
 def test_pull_that_breaks_off(hosts, file):

@@ -46,7 +46,10 @@ class Weight(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """A row of the table. Its id is also the anchor in docs/troubleshooting.md."""
+    """A row of the table. Its id is also the anchor in docs/troubleshooting.md.
+
+    A row without a cause explains nothing: it is an error of the script, or says that a rank has ended.
+    """
 
     id: str
     says: tuple[str, ...]
@@ -68,8 +71,8 @@ _OF_FILES = (
     Failure(
         id=name,
         says=tuple(text.strip() for text in row["says"].split(" |")),
-        cause=" ".join(row["cause"].split()),
-        fix=" ".join(row["fix"].split()),
+        cause=" ".join(row.get("cause", "").split()),
+        fix=" ".join(row.get("fix", "").split()),
         pattern="".join(row.get("pattern", "").split("\n")),
         weight=Weight[row.get("weight", "cause").upper()],
     )
@@ -81,4 +84,5 @@ _OF_SSH = (
     for error in SSH_ERRORS
     if error.id
 )
-FAILURES = (*_OF_FILES, *_OF_SSH)
+ROWS = (*_OF_FILES, *_OF_SSH)
+FAILURES = tuple(row for row in ROWS if row.cause)

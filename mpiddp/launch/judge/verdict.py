@@ -8,8 +8,10 @@ So a rank that ends without a report has lost its agent, by a signal or with its
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
@@ -51,7 +53,9 @@ def verdict(record: Record) -> Outcome:
     end = record.act("mpirun")  # None if the agents wait for the next attempt
     mpirun = MpirunEnd(**end.facts) if end else MpirunEnd("mpirun", DONE, was_ended=True)
     first = min(record.failures.values(), key=lambda failure: _began(record, failure), default=None)
-    outcome = _judge(record, mpirun, first)._replace(
+    judged = _judge(record, mpirun, first)
+    outcome = judged._replace(
+        sentence=escaped(judged.sentence, keep="\n"),  # it quotes what a rank has printed
         stop=record.stop,
         announcement=record.announcement,
         made_steps=record.made_steps,
@@ -372,4 +376,8 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
     # The error line above has the whole error, so quote only the words of the row in it.
     line = next((text for text in row.says if text in error), explanation.line)
     sentence = f'"{line}" has a known cause. {row.program}: {row.cause}'
-    return row.id, with_fix(sentence, row.fix)
+    fix = row.fix.replace("/path/to/python", sys.executable)  # all ranks run this one
+    active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
+    if fix != row.fix and active and os.path.realpath(active) != os.path.realpath(sys.prefix):
+        sentence += f" The active environment is another one, {active}."
+    return row.id, with_fix(sentence, fix)

@@ -107,7 +107,7 @@ class LaunchOptions:
     hostfile: str | None = common(None, "--hostfile (--machinefile) FILE",
         "file of hosts and slots, one host per line")
     host_list: str | None = common(None, "-H (--host) (--hosts) HOSTS",
-        "hosts and slots on the command line: node1:2,node2:4")
+        "hosts and slots: node1:2,node2:4; or a name, @gpu")
     n: int | None = common(None, "-n (-np) N",
         "number of ranks (default: all slots)")
     npernode: int | None = option(None, "--npernode (--nproc-per-node) N",

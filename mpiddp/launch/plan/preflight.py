@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -57,6 +57,9 @@ class HostInfo:
     interfaces: tuple[Interface, ...]
     python: str = ""  # its version
     has_script: bool = True
+    errors: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of paths that its user there cannot reach
     address: str = ""  # of this host, to which ssh has connected
     machine: str = ""  # equal for two names of one machine; "" if it is not known
     hostname: str = ""  # its own name
@@ -176,6 +179,9 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
     if there and there != here:
         problem = f"{needs['python']} is Python {there} there, {here} here"
         return with_fix(f"{name}: {problem}.", f"install the same Python {_EVERYWHERE}")
+    for path, error in info.errors.items():
+        way = f"give {info.host.user or 'your user'} there access to each folder on the way"
+        return with_fix(f"{name}: {path.removesuffix('/.')}: {error}.", way)
     if not info.has_folder:
         problem = f"the working folder {needs['folder']} is missing"
         return with_fix(
@@ -195,9 +201,9 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
         names = all_of(list(dict.fromkeys(present.name for present in info.interfaces)))
         return f'interface "{interface}" is not on {name}, which has {names}.'
     software = {"torch": "torch", "mpi4py": "mpi4py", "mpirun": needs["mpirun"]}
-    for field, program in software.items():
-        versions = {host.host.name: getattr(host, field) or "missing" for host in (first, info)}
-        if fact := differences(program, versions):
-            same = "MPI" if field == "mpirun" else "version"
-            return with_fix(f"{fact}.", f"install the same {same} on every host")
+    for fact, program in software.items():
+        versions = {host.host.name: getattr(host, fact) or "missing" for host in (first, info)}
+        if sentence := differences(program, versions):
+            same = "MPI" if fact == "mpirun" else "version"
+            return with_fix(f"{sentence}.", f"install the same {same} on every host")
     return ""

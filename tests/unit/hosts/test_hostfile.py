@@ -1,12 +1,8 @@
 """The hostfile grammar, and the keys of `mpiddp hosts keys`."""
 
-import subprocess
-
 import pytest
 
-from mpiddp.hosts import keys
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
-from tests.support.cluster import needs
 
 
 def parse(text):
@@ -61,15 +57,3 @@ def test_gpus_of_a_host():
     assert [(host.slots, host.gpus) for host in hosts.hosts] == [(3, (0, 2, 3)), (1, (1,))]
     (host,) = parse("node1 gpus=MIG-4a/7/0,MIG-5b\n").hosts
     assert (host.slots, host.gpus) == (2, ("MIG-4a/7/0", "MIG-5b"))
-
-
-def test_a_private_key_without_its_public_half_is_kept(tmp_path, monkeypatch):
-    needs.need("ssh-keygen")
-    (tmp_path / ".ssh").mkdir()
-    key = tmp_path / ".ssh" / "id_ed25519"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", key], check=True)
-    private, public = key.read_bytes(), key.with_suffix(".pub").read_text()
-    key.with_suffix(".pub").unlink()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert keys._key().read_text().split()[:2] == public.split()[:2]
-    assert key.read_bytes() == private

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.hosts import interfaces
 from mpiddp.hosts.complaints import NO_PROGRAM
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import Logins, ask_hosts
@@ -60,3 +61,10 @@ def test_no_shell_interprets_the_program_or_its_input(tmp_path):
     (folder / "python").symlink_to(sys.executable)
     assert run_here("print('$HOME')\n", str(folder / "python")).stdout == "$HOME\n"
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_bridge_of_containers_is_told_from_a_network_of_hosts():
+    """Docker's bridges end with twelve digits; br-ex is that of Open vSwitch on each host of OpenStack."""
+    names = ("docker0", "br-0a1b2c3d4e5f", "br-ex", "br-mgmt")
+    virtual = [interfaces.Interface(name, "10.0.0.1", "10.0.0.0/24").is_virtual for name in names]
+    assert virtual == [True, True, False, False]

@@ -18,10 +18,15 @@ COMMANDS = {  # each with the folders, or the command, that it finds behind the 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("where", ["hosts.txt", "--hostfile hosts.txt", "-H node1:2,node2:4", ""])
+@pytest.mark.parametrize(
+    "where", ["hosts.txt", "--hostfile hosts.txt", "-H node1:2,node2:4", "-H @gpu", ""]
+)
 def test_one_way_to_name_hosts(command, where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts.txt").write_text("node1 slots=2\nnode2 slots=4\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "mpiddp/hosts").mkdir(parents=True)
+    (tmp_path / "mpiddp/hosts/gpu").symlink_to(tmp_path / "hosts.txt")
     (tmp_path / "nodes").write_text("node1\n" * 2 + "node2\n" * 4)
     env = {} if where else {"PBS_JOBID": "7", "PBS_NODEFILE": str(tmp_path / "nodes")}
     verb, *words = command.replace("HOSTS", where).split()

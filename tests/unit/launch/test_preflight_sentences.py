@@ -1,17 +1,19 @@
 """What the preflight says about a host that cannot be used, and about hosts that differ."""
 
+import os
 import re
 import socket
 from dataclasses import replace
 
 import pytest
 
-from mpiddp.hosts.complaints import NO_PROGRAM, Answer
+from mpiddp.hosts.complaints import NO_PROGRAM, Answer, _code_of_ssh
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.transport import QRSH, SSH
 from mpiddp.launch.plan.preflight import HostInfo, _complaint
 from tests.support.errors import error
+from tests.support.machine import executable
 
 A = Host("a")
 NEEDS = {
@@ -46,8 +48,14 @@ def test_the_problem_of_one_host():
     silent = error("does not answer", "a: nvidia-smi (or rocm-smi)", "CUDA_VISIBLE_DEVICES=")
     assert re.fullmatch(silent, complaint(gpus=None))
     assert complaint({**NEEDS, "uses_gpus": False}, gpus=None) == ""
+    closed = complaint(errors={"/home/me/a.py": "Permission denied"}, has_script=False)
+    assert closed.startswith("a: /home/me/a.py: Permission denied.\n")
 
 
+SIGNING = (
+    'sign_and_send_pubkey: signing failed for ED25519-SK "k" from agent: agent refused operation'
+)
+PAM = "Access denied by pam_slurm_adopt: you have no active jobs on this node"
 UNKNOWN = "Could not resolve hostname b: Name or service not known"
 AT_22 = "ssh: connect to host a port 22: "
 WAY = f"({HERE} → a tcp/22022)"
@@ -77,6 +85,21 @@ ERRORS = [
         TRY,
     ),
     (BEHIND.format("prohibited: open failed"), True, "way does", "(prohibited: open failed)", TRY),
+    (
+        "Certificate invalid: expired\r\nu@a: Permission denied (publickey).",
+        False,
+        "expired",
+        "get",
+    ),
+    (f"{SIGNING}\r\nu@a: Permission denied (publickey).", False, "agent refused", "touch or"),
+    ("u@a: Permission denied (gssapi-keyex,gssapi-with-mic).", False, "Kerberos", "kinit"),
+    (
+        "u@a: Permission denied (keyboard-interactive).",
+        False,
+        "a code",
+        "log in once, with ControlMaster",
+    ),
+    (f"Warning: x\r\n{PAM}\r\nConnection closed by 10.0.0.7 port 22", False, PAM, TRY),
     ("banner\nsomething else\n", False, "failed:", "something else", TRY),
     ("", False, "failed:", "no output", "ssh -v -p 22022 u@a true "),
 ]
@@ -93,11 +116,22 @@ def test_what_mends_an_error_of_ssh(errors, is_lost, words):
     assert not replace(answer, has_begun=True).is_lost
 
 
+def test_an_ssh_that_does_not_start_is_no_fault_of_a_host(tmp_path, monkeypatch):
+    """As after conda's libcrypto stands before the system's, by LD_LIBRARY_PATH."""
+    why = "ssh: symbol lookup error: ssh: undefined symbol: EVP_KDF_ctrl"
+    executable(tmp_path / "ssh", f"echo '{why}' >&2; exit 127")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    _code_of_ssh.cache_clear()
+    answer = Answer(A, NEEDS["python"], SSH, 127, "", f"{why}\n", has_begun=False)
+    assert answer.why.startswith(f"ssh does not run here: {why}.\n")
+    _code_of_ssh.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("code", "errors", "transport", "sentence"),
     [
         (NO_PROGRAM, "", SSH, error("missing.", "a: /venv/bin/python ", "install it")),
-        (None, "", SSH, error("no answer in", "ssh a: ", " 15 s", "ssh a true ")),
+        (None, "", SSH, error("no answer in", "ssh a: ", " 15 s", "(MTU)", "ssh -v a true")),
         *(
             (
                 *(code, errors, QRSH),

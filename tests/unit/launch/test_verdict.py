@@ -4,6 +4,8 @@ Most records are of real jobs (`tests.support.records` runs them again); the oth
 provoke. No process starts here.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +83,10 @@ def test_a_host_whose_ranks_are_all_lost_at_once_is_at_fault():
     ("error", "line"),
     [
         ("ValueError: a\nb.", "ValueError: a"),
+        (
+            "ValueError: \x1b[31mred\x07",
+            r"ValueError: \x1b[31mred\x07",
+        ),  # no reader has to escape it
         ("RuntimeError: \n\n  Could not find /data/x\n", "RuntimeError: Could not find /data/x"),
         (
             "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent "
@@ -118,6 +124,16 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
         assert outcome.host_at_fault == host, row
         assert outcome.known_cause.startswith(f'"{text}" has a known cause. ') is bool(row)
         assert (FIX in outcome.known_cause) is bool(row)
+
+
+def test_a_missing_module_is_of_the_python_that_ran(monkeypatch, tmp_path):
+    """Not of the environment that is active, if mpiddp is of another one."""
+    error = "ModuleNotFoundError: No module named 'only_in_active'"
+    for active in (tmp_path, Path(sys.prefix)):
+        monkeypatch.setenv("VIRTUAL_ENV", str(active))
+        cause = judged(failed(1, error)).known_cause
+        assert f"fix: Run {sys.executable} -m pip install" in cause
+        assert (f"environment is another one, {active}." in cause) is (active == tmp_path)
 
 
 def test_a_known_cause_of_many_ranks_is_searched_where_ranks_have_failed():

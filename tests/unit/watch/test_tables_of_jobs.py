@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.channel import is_valid, viewed_folders
 from mpiddp.protocol.server import Event
 from mpiddp.watch import running_jobs
-from mpiddp.watch.detached import KEPT, DetachedJob, new_job
+from mpiddp.watch.detached import KEPT, DetachedJob, detached_jobs, new_job
 from mpiddp.watch.running_jobs import RunningJob
 from mpiddp.watch.table import head_lines, rank_lines
 from tests.support.channels import progress
@@ -163,3 +164,24 @@ def test_a_folder_that_others_may_enter_is_no_job(monkeypatch, tmp_path):
     others.mkdir(parents=True)
     others.chmod(0o777)
     assert others / "job" not in running_jobs.sockets()
+    theirs = tmp_path / "mpiddp/jobs/train-1"  # where a group may write
+    theirs.mkdir(parents=True)
+    theirs.chmod(0o755)
+    os.mkfifo(theirs / "lock")  # to open it would wait for ever
+    assert detached_jobs() == []
+
+
+def test_the_socket_of_another_machine_stays(monkeypatch, tmp_path):
+    """Machines that share a home folder may share a name as well, and refuse each other's sockets."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    before = viewed_folders()[0]
+    monkeypatch.setattr(Path, "read_text", lambda path, *_: "another start of another machine")
+    assert {before} - {*viewed_folders()}
+    other = viewed_folders()[0].with_name("job-1")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    other.mkdir(mode=0o700, parents=True)
+    with socket.socket(socket.AF_UNIX) as live:
+        live.bind(str(other / "job"))
+    running_jobs.running_jobs()
+    assert (other / "job").exists()
