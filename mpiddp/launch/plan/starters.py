@@ -225,6 +225,7 @@ def _srun(request: Request, command: Command) -> None:
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
     # srun passes on only the variables that are named here, so those of a login are named too.
     exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | command.variables
+    exported |= request.inherited.keys()
     command.add(_PER_RANK, f"--ntasks={request.hosts.world_size}")
     command.add("the host of each rank, in order", "--distribution=arbitrary", *where)
     command.add("the ranks join through Slurm's variables; MPI is not needed", "--mpi=none")

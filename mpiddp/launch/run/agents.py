@@ -121,6 +121,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
             stack.callback(private.remove, private_name)
             everything = {**request.inherited, **variables}
             variables = to_start({**everything, names.PRIVATE: private_name})
+            request = request._replace(inherited={})  # each host has them already
             env = of_mpirun(env, request.hosts.transport)
             with launcher.signals.interrupting():
                 hand_over(plan, server, private_name, everything, launcher.logins)
