@@ -247,13 +247,12 @@ class Scheduler(NamedTuple):
     name: str
     proof: tuple[str, ...]  # it is present if one of these variables has a value
     read: Callable[[Mapping[str, str]], Hosts | None]  # None if the job has no other host
+    sets: str = "$"  # a pattern of the variables that it sets for one host, while it is present
     # The seconds until the job's time limit. If it raises an error, the limit is unknown.
     seconds_left: Callable[[Mapping[str, str]], float] = lambda _: math.inf
-    # The components of Open MPI 4 and of 5 that would follow its variables; None if no mpirun does.
-    followed_by: tuple[str, str] | None = None
+    followed_by: str = ""  # the components of Open MPI that would follow its variables
     transport: Transport = SSH  # reaches the hosts of the job
     starter: str = "mpirun"  # the program that starts the ranks there
-    sets: str = "$"  # a pattern of the variables that it sets for one host, while it is present
 
     def is_present(self, env: Mapping[str, str]) -> bool:
         return any(env.get(name) for name in self.proof)
@@ -263,50 +262,26 @@ class Scheduler(NamedTuple):
 # of an MPIJob may also be the user's own setting inside a job of Slurm.
 # KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
 SCHEDULERS = (
-    Scheduler("Flux", ("FLUX_URI",), flux, followed_by=("", "flux"), sets="FLUX_"),
+    Scheduler("Flux", ("FLUX_URI",), flux, "FLUX_", followed_by="flux"),
+    Scheduler("Slurm", ("SLURM_JOB_ID",), slurm, "SLURMD?_", _left_of_slurm, "slurm", SRUN, "srun"),
     Scheduler(
-        "Slurm",
-        ("SLURM_JOB_ID",),
-        slurm,
-        _left_of_slurm,
-        ("slurm", "slurm"),
-        SRUN,
-        "srun",
-        sets="SLURMD?_",
-    ),
-    Scheduler(
-        "PBS",
-        ("PBS_JOBID", "PBS_NODEFILE"),
-        pbs,
-        _left_of_pbs,
-        ("tm", "pbs"),
-        SSH_IN_PBS,
-        sets="PBS_",
+        "PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, "PBS_", _left_of_pbs, "tm,pbs", SSH_IN_PBS
     ),
     Scheduler(
         "LSF",
         ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
-        lsf,
-        _left_of_lsf,
-        ("lsf", "lsf"),
-        BLAUNCH,
-        sets="(LSB|LSF|LS|EGO)_",
+        *(lsf, "(LSB|LSF|LS|EGO)_", _left_of_lsf, "lsf", BLAUNCH),
     ),
     Scheduler(
         "Grid Engine",
         ("PE_HOSTFILE", "SGE_TASK_ID"),
         grid_engine,
-        _left_of_grid_engine,
-        ("gridengine", "gridengine"),
-        QRSH,
-        sets="SGE_|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_(ID|NAME|SCRIPT))$",
+        "SGE_|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_(ID|NAME|SCRIPT))$",
+        *(_left_of_grid_engine, "gridengine", QRSH),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
     Scheduler(
-        "SkyPilot",
-        ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"),
-        skypilot,
-        sets="SKYPILOT_NODE_RANK$",
+        "SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot, "SKYPILOT_NODE_RANK$"
     ),
     Scheduler("Kubeflow or AWS Batch", tuple(UNLISTED), unlisted),
 )

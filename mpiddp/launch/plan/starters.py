@@ -76,8 +76,7 @@ _NAMES = {
 
 def _open_mpi(generation: int, request: Request, command: Command) -> None:
     runtime, option, plm, other, tmpdir = _NAMES[generation]
-    followers = [row.followed_by[generation - 4] for row in SCHEDULERS if row.followed_by]
-    followers = [component for component in (*followers, other) if component]
+    followers = [*filter(None, (row.followed_by for row in SCHEDULERS)), other]
     hosts = request.hosts.hosts
     names = [
         host.alias for host in hosts for _ in range(host.ranks)

@@ -157,9 +157,8 @@ class LateStart(Watcher):
         """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
         agents, started = self.attempt.agents, self.record.latest["started"]
         late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
-        hosts = self.plan.request.hosts
-        asked = [host for host in hosts.hosts if host.name in late and agents.others]
-        answers = ask_hosts(asked, "print(0)", transport=hosts.transport)
+        asked = [host for host in agents.others if host.name in late]
+        answers = ask_hosts(asked, "print(0)", transport=self.plan.request.hosts.transport)
         lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
         return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
