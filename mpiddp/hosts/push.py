@@ -332,11 +332,11 @@ def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"")
         raise UserError(pushed.NO_RSYNC.format("here", ""))
     env = {**transport.environment(os.environ), "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
-        program, *options = transport.agent
-        agent = (program, *transport.at_once, *options)
-        agent = ("ssh", "-F", config, "--") if transport.is_ssh else agent
-        shell = _SHELL.replace("$AGENT", " ".join(agent)).replace("$SH", " ".join(transport.shell))
-        shell = f"{shell} {LOGIN}"
+        program, *options = ("ssh", "-F", config, "--") if transport.is_ssh else transport.agent
+        agent = " ".join((program, *transport.at_once, *options))
+        shell = f"{_SHELL} {LOGIN}".replace("$AGENT", agent).replace(
+            "$SH", " ".join(transport.shell)
+        )
         command = [*_RSYNC, f"--rsync-path={_RSYNC_THERE}", "-e", shell, *arguments]
         done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from mpiddp.text import with_fix
@@ -21,23 +21,17 @@ class Transport(NamedTuple):
     agent: tuple[str, ...]  # its command up to the host
     hydra: str  # Hydra's launcher for it; "rsh" if Hydra calls it as it would call rsh
     fix: str = ""  # for a host that it does not reach, "" for ssh itself, which says more
-    hint: str = ""  # for users who cannot use it, "" if there is nothing to say
-    if_lost: str = ""  # what its scheduler does with a job that has lost a host
+    hint: str = ""  # if it does not reach a host, "" if there is nothing more to say
     login_s: float = 15.0  # that a login may take, see --login-timeout
     silence_s: float = 15.0  # of a host, until ssh ends a connection to it
     shell: tuple[str, ...] = ()  # before the command line, if the program starts no shell itself
     keeps_open: bool = False  # whether a login may run one program after the other
     at_once: tuple[str, ...] = ()  # its options to pass on each byte at once, and not whole lines
-    not_passed: re.Pattern[str] | None = None  # variables that it would take for its own options
+    environment: Callable[[Mapping[str, str]], dict[str, str]] = dict  # of the program, by ours
 
     def command(self, host: str, line: str) -> list[str]:
         """The command that runs a command line on a host."""
         return [*self.agent, host, *self.shell, line]
-
-    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """The variables of `env` for the program."""
-        no = self.not_passed
-        return {name: value for name, value in env.items() if not (no and no.match(name))}
 
     def complaint(self, host: str, reason: str) -> str:
         """The sentence about a host that it does not reach."""
@@ -64,18 +58,29 @@ SSH_IN_PBS = SSH._replace(
     hint="If this site allows no ssh between the hosts of a PBS job, let an MPI that knows PBS start the "
     "ranks: mpirun python -m mpiddp run …"
 )
-_INSTEAD = "{}, where ssh is allowed"
 # qrsh(1): -inherit starts a task of the running job. The parallel environment needs control_slaves.
 QRSH = Transport(
-    "qrsh -inherit", ("qrsh", "-inherit"), "sge", _INSTEAD.format("--hostfile $PE_HOSTFILE")
+    "qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE, where ssh is allowed"
 )
 # "blaunch" in IBM's LSF command reference: a drop-in replacement of rsh and ssh within a job.
 BLAUNCH = Transport(
-    "blaunch", ("blaunch",), "rsh", _INSTEAD.format("--hostfile $LSB_DJOB_HOSTFILE")
+    "blaunch", ("blaunch",), "rsh", "--hostfile $LSB_DJOB_HOSTFILE, where ssh is allowed"
 )
+_SRUN_NEEDS = re.compile("(?!SLURM_|SRUN_)|SLURM_(CONF|JOB_?ID$|(WORKING_)?CLUSTER|JWT)")
+
+
+def _for_srun(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` for a step on one node, with all of its GPUs. srun takes variables of the job for options.
+
+    Without its own number of GPUs, a step would want those of all nodes, or of one task.
+    """
+    gpus = env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0"
+    needed = {name: value for name, value in env.items() if _SRUN_NEEDS.match(name)}
+    return needed if gpus == "0" else {**needed, "SLURM_GPUS_PER_NODE": gpus}
+
+
 # srun(1): with --overlap (Slurm 20.11), a step shares the cores, the memory and the GPUs of the job with its
-# other steps. Slurm encrypts nothing, so only the variables of a login are exported. srun takes variables of
-# the job for options of a step, for example SLURM_GPUS, which has the GPUs of all nodes.
+# other steps. Slurm encrypts nothing, so only the variables of a login are exported.
 SRUN = Transport(
     "srun",
     (
@@ -84,9 +89,9 @@ SRUN = Transport(
     ),
     "rsh",
     "scontrol show node {host}",
-    if_lost="If Slurm loses a node, it ends the whole job, unless the job has: #SBATCH --no-kill",
+    "If Slurm loses a node, it ends the whole job, unless the job has: #SBATCH --no-kill",
     shell=("sh", "-c"),
     keeps_open=True,
     at_once=("--unbuffered",),
-    not_passed=re.compile("(SLURM_(?!CONF|JOB_?ID$|(WORKING_)?CLUSTER|JWT)|SRUN_)"),
+    environment=_for_srun,
 )

@@ -154,6 +154,26 @@ def test_a_sick_host_of_a_slurm_job(hosts, sbatch):
     assert [*rest] == [], done.stdout
 
 
+def test_a_node_of_a_slurm_job_dies(hosts, batch):
+    """A Slurm job with --no-kill goes on without a node that dies. The error says what Slurm does else."""
+    options = ("--max-restarts=3", "--min-hosts=2", "--lost-after=10s")
+    launch = shlex.join([*LAUNCH, *options, program("elastic.py"), str(hosts.folder)])
+    steps, output = hosts.folder / "steps", hosts.folder / "output"
+    script = f"#!/bin/sh\nexec {launch}\n"
+    number = batch.submit(script, output, *THREE, "--no-kill", cwd=hosts.folder, env=ENV)
+    eventually(lambda: steps.exists() and steps.read_text().startswith("[0, 3,"))
+    state = ["scontrol", "update", "nodename=node2"]
+    with faults.unreachable(hosts["node2"]):
+        hosts["node0"].run([*state, "state=down", "reason=dead"], check=True)
+        eventually(lambda: "[1, 2," in steps.read_text())
+    hosts["node0"].run([*state, "state=resume"], check=True)
+    (hosts.folder / "finish").touch()
+    assert batch.wait(number, output) == 0, output.read_text()
+    assert "restarting on node0 and node1 (restart 1 of 3)." in output.read_text()
+    assert "#SBATCH --no-kill" in output.read_text()
+    batch.wait_until_idle()
+
+
 def test_an_mpirun_in_a_slurm_job(hosts, sbatch):
     """In a Slurm job, --mpirun and -H start the ranks over ssh instead, in other numbers than Slurm's."""
     (hosts.folder / "bin" / "ssh").unlink()

@@ -124,8 +124,8 @@ def preflight(
             first = first or (None if complaint else info)
         if complaint:
             complaints[host] = complaint
-    if silent and (hint := transport.hint or transport.if_lost):
-        complaints[silent[-1]] += f"\n{hint}"
+    if transport.hint and silent:
+        complaints[silent[-1]] += f"\n{transport.hint}"
     return Checked(
         infos,
         {**_mistaken(infos), **complaints},

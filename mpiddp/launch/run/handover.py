@@ -133,8 +133,9 @@ def sweep(
             )
         elif answer.value:
             log.info(f"killed leftover processes of the job on {host.name}: {len(answer.value)}.")
-    if quick.if_lost and (has_lost or any(answer.why for answer in answers.values())):
-        log.info(quick.if_lost)
+    has_lost = has_lost or any(answer.why for answer in answers.values())
+    if has_lost and quick.hint and not quick.is_ssh:
+        log.info(quick.hint)
 
 
 @contextmanager

@@ -24,7 +24,8 @@ _FOLDERS = ("/run/munge", "/run/slurm")  # on a private tmpfs of each host
 
 # It has no cgroups and no binding, because the hosts share this machine's cores.
 _SLURM_CONF = (ETC / "slurm.conf").read_text(encoding="utf-8")
-_NODE = "NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=64000\n"
+_NODE = "NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=64000 Gres=gpu:2\n"
+_GRES_CONF = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 _CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # v2 needs systemd
 
 _MUNGED = [
@@ -54,10 +55,13 @@ class Slurm:
             subprocess.CalledProcessError: sbatch refuses the script.
         """
         output = self.cluster.shared / f"job-{os.urandom(4).hex()}.out"
+        code = self.wait(self.submit(script, output, *options, **login), output)
+        return subprocess.CompletedProcess(options, code, output.read_text(), "")
+
+    def submit(self, script: str, output: Path, *options: str, **login: Any) -> str:
+        """Submit a batch script from the first host, and return the number of its job."""
         command = ["sbatch", "--parsable", f"--output={output}", *options]
-        submitted = self.cluster.hosts[0].run(command, stdin=script, check=True, **login)
-        code = self.wait(submitted.stdout.strip(), output)
-        return subprocess.CompletedProcess(command, code, output.read_text(), "")
+        return self.cluster.hosts[0].run(command, stdin=script, check=True, **login).stdout.strip()
 
     def wait(self, job: str, output: Path) -> int:
         """Wait for a job's end, and return its exit code."""
@@ -68,6 +72,12 @@ class Slurm:
             login.run(["scancel", job])
             raise TimeoutError(f"job {job} wrote: {output.read_text(encoding='utf-8')}") from None
         return code
+
+    def wait_until_idle(self) -> None:
+        """Wait until every node can take a job."""
+        states = ["sinfo", "--noheader", "--Node", "--partition=test", "--format=%T"]
+        login, idle = self.cluster.hosts[0], ["idle"] * len(self.cluster.hosts)
+        eventually(lambda: login.run(states).stdout.split() == idle)
 
 
 @contextmanager
@@ -99,13 +109,14 @@ def start(cluster: Cluster, *, credentials_s: int = 120) -> Slurm:
         host.path("/run/munge/key").write_bytes(munge_key)
         host.path("/etc/slurm/slurm.conf").write_text(conf)
         host.path("/etc/slurm/cgroup.conf").write_text(_CGROUP_CONF)
+        host.path("/etc/slurm/gres.conf").write_text(_GRES_CONF)
     _daemon(hosts, _MUNGED)
     _daemon(hosts[:1], ["slurmctld"])
     eventually(lambda: "is UP" in hosts[0].run(["scontrol", "ping"]).stdout)
     _daemon(hosts, ["slurmd"])
-    states = ["sinfo", "--noheader", "--Node", "--format=%T"]
-    eventually(lambda: hosts[0].run(states).stdout.split() == ["idle"] * len(hosts))
-    return Slurm(cluster)
+    slurm = Slurm(cluster)
+    slurm.wait_until_idle()
+    return slurm
 
 
 def _daemon(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
