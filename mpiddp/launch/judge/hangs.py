@@ -168,10 +168,7 @@ def places_sentence(record: Record, ranks: Sequence[int] | None = None) -> str:
 
 
 def _stacks_of(record: Record, ranks: Sequence[int]) -> str:
-    """The Python stack of one rank of each place, the rarest places first.
-
-    Threads of libraries, as of a progress bar, would fill the screen and hide the sentence.
-    """
+    """The Python stack of one rank of each place, the rarest places first, without threads of libraries."""
     firsts = [members[0] for _, members in _groups(record, ranks)]
     shown = [rank for rank in reversed(firsts) if rank in record.stacks][:_NAMED]
     texts = [(rank, stacks_of_script(record.stacks[rank]["text"])) for rank in shown]

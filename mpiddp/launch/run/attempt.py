@@ -24,7 +24,6 @@ from mpiddp.launch.judge.verdict import HUNG_UP, verdict
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.agents import STOP_AFTER, Agents
 from mpiddp.launch.run.output import OUTPUT_S, JobOutput
-from mpiddp.protocol.channel import STOP_SIGNALS
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.variables import SAVE_GRACE_S
 
@@ -40,8 +39,6 @@ SILENCE_S = 1.0  # for a host to acknowledge a message
 AT_ONCE_S = 0.5  # for the last lines after a second signal
 LOOK_S = 1.0  # between two looks of the watchers
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, and after an interrupt
-
-_KILL_IF_REPEATED = {*STOP_SIGNALS} - {signal.SIGHUP}  # a closing terminal may send two
 
 
 class Watcher:
@@ -247,10 +244,10 @@ class Attempt:
         Schedulers send several kinds while the ranks save: LSF's bkill SIGINT and then SIGTERM, Slurm SIGTERM
         after the signal of --signal.
         """
+        is_hung_up = number == signal.SIGHUP  # a closing terminal may send two
         if self.agents.launcher.signals.counts[number] == 1:
-            is_hung_up = number == signal.SIGHUP
             self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
-        elif number in _KILL_IF_REPEATED:
+        elif not is_hung_up:
             self.note("kill")
             self._begin_end()
             self.mpirun.kill_all()
@@ -275,10 +272,11 @@ class Attempt:
             return
         self.server.ask(self.server.connected, "stop", signal=sent)
         self.note("grace")
-        grace_s = self.plan.options.grace_s
-        is_heeded = bool(record.latest["supports_stop"])
-        what = "are saving and stopping" if is_heeded else f"have {grace_s:g} s to end (--grace)"
-        again = "; the same signal again kills them at once" * (number in _KILL_IF_REPEATED)
+        what = f"have {self.plan.options.grace_s:g} s to end (--grace)"
+        what = "are saving and stopping" if record.latest["supports_stop"] else what
+        again = (
+            "" if number in (None, signal.SIGHUP) else "; the same signal again kills them at once"
+        )
         self.output.log(f"{reason}: the ranks {what}{again}.")
 
     # --- ending the ranks, and then mpirun ---
