@@ -36,9 +36,8 @@ class AtImport:
         if name not in self.names or os.getpid() != self._process:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
-        # An old finder has no `find_spec`, and Python passes over it.
-        finds = [find for finder in others if (find := getattr(finder, "find_spec", None))]
-        spec = next(filter(None, (find(name, path, target) for find in finds)), None)
+        finds = (getattr(finder, "find_spec", None) for finder in others)  # an old one has None
+        spec = next(filter(None, (find(name, path, target) for find in finds if find)), None)
         if spec is not None and spec.loader is not None:
             self._surround(spec.loader)
         return spec

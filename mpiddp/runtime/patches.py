@@ -264,7 +264,7 @@ def no_dns(session: Session) -> None:
     import torch
 
     try:
-        configure = ctypes.CDLL(None).__nss_configure_lookup
+        make, configure = torch.distributed.TCPStore, ctypes.CDLL(None).__nss_configure_lookup
         library = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
         level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     except (AttributeError, OSError, ValueError):
@@ -274,7 +274,7 @@ def no_dns(session: Session) -> None:
     before, level.value = level.value, _ERROR
     configure(b"hosts", b"none")
     try:
-        torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=1))
+        make("127.0.0.1", 0, 1, True, timedelta(seconds=1))
     finally:
         configure(b"hosts", services[1].strip() if services else b"files dns")  # glibc's default
         level.value = before

@@ -291,11 +291,9 @@ class RankAttempt:
                 child.others.add(self.store.pid)
             case "torch" if self.rank.holds and self.spare is None:
                 # Without one, a restart takes longer.
-                with errors.aid("hot spare", child.say), ExitStack() as stack:
+                with errors.aid("hot spare", child.say):
                     spare = Child(self.rank)
-                    stack.callback(spare.close)
                     spare.import_ahead(os.environ, facts["ahead"])
-                    stack.pop_all()
                     self.spare = spare
                     child.others.add(spare.pid)
             case "mpi":  # no later process of this rank can start MPI
