@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -165,6 +164,8 @@ def store_of_job(session: Session) -> None:
     its own: under those of an earlier group, a rank may read an address at which nobody listens any more.
     The groups of each size have numbers of their own, because only some ranks may form a smaller group.
     """
+    from datetime import timedelta
+
     import torch.distributed as dist
 
     if (of_job := session.store) is None or not dist.is_available():
@@ -260,6 +261,7 @@ def no_dns(session: Session) -> None:
     warning. Then /etc/nsswitch.conf holds again. Without glibc, nothing changes.
     """
     import ctypes
+    from datetime import timedelta
 
     import torch
 

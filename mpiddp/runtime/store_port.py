@@ -25,23 +25,16 @@ class StorePort:
         return [file.fileno() for file in files]
 
     def take(self, listener: socket.socket | None) -> None:
+        """Keep the port of this socket. All its copies listen no more, until `listen` is called on one."""
         self._listener = listener
         if listener is not None:
-            _reserve(listener)
+            address = listener.getsockname()
+            listener.shutdown(socket.SHUT_RD)
+            with suppress(OSError):  # it is bound, unless the kernel has chosen the port
+                listener.bind(address)
 
     def close(self) -> None:
         """End the process that serves the store, and give up the port."""
         for file in (self._listener, self._lifeline, self._far_end):
             if file is not None:
                 file.close()
-
-
-def _reserve(listener: socket.socket) -> None:
-    """Keep the port of a listener, but listen no more, so that another process of this host can listen there.
-
-    This holds for all copies of the socket. `listen` makes it a listener again.
-    """
-    address = listener.getsockname()
-    listener.shutdown(socket.SHUT_RD)
-    with suppress(OSError):  # it is bound, unless the kernel has chosen the port
-        listener.bind(address)
