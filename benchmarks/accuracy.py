@@ -1,12 +1,12 @@
 """The accuracy of recipes of CIFAR-10, and their CPU seconds: figures of docs/evidence/accuracy.md.
 
-    python -m benchmarks.accuracy '{}' '{"flips": "alternating"}' --seeds 0 1 2
+    python -m benchmarks.accuracy '{}' '{"alternates": true}' --seeds 0 1 2
     python -m benchmarks.accuracy '{}' --seeds 0 1 2 --images test
     python -m benchmarks.accuracy '{}' '{"epochs": 6}' --without-bf16
 
-Each argument has the fields of a recipe (mpiddp/train/train.py) that differ from the default. Choose a recipe
-by the last 5,000 images for training, which are then left out of the training. `--images test` is for the
-figures of a recipe that has been chosen. Each training is one job on two ranks.
+Each argument has the fields of `Ideas` (benchmarks/ranks/accuracy.py) that differ from the default. Choose a
+recipe by the last 5,000 images for training, which are then left out of the training. `--images test` is for
+the figures of a recipe that has been chosen. Each training is one job on two ranks.
 """
 
 from __future__ import annotations

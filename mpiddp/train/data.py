@@ -33,7 +33,6 @@ from urllib.request import urlopen
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
@@ -83,52 +82,15 @@ class Opening:
     seed: int = 0  # of the augmentation
     image_size: int = 224  # pixels of the images of a folder
     max_shift: int = 4  # CIFAR's images are shifted by up to so many pixels
-    flips: str = "random"  # or "alternating", see DeviceImages
     num_workers: int = 0  # processes that decode a folder
     skips: Callable[[str], None] | None = (
         None  # called with the problem of each image that is left out
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A row of `DATASETS`: the shape of a data set, and how it is found, fetched and opened."""
-
-    num_images: int  # for training
-    num_classes: int
-    image_size: int | None  # pixels; None if the caller chooses
-
-    def find(self, folder: Path) -> Path | None:
-        """The folder of its files, `folder` or one in it; None if there is none."""
-        return folder
-
-    def fetch(self, folder: Path, report: Callable[[str], None]) -> None:
-        """Put its files there, with a line to `report` for each step, or raise UserError or JobFailed."""
-
-    def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
-        """The data set from its folder. Raises UserError or JobFailed."""
-        raise NotImplementedError
-
-
 # --- random images ---
 
 POOL_BATCHES = 4  # of random images
-
-
-@dataclass(frozen=True, kw_only=True)
-class Synthetic(Source):
-    """Random images in the shape of a data set. Each rank has its own."""
-
-    name: str
-    batch_size: int
-
-    def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
-        size = opening.image_size
-        seed = opening.seed * 1_000_003 + dist.get_rank()
-        images = RandomImages(
-            self.num_images, self.num_classes, size, self.batch_size, seed, device
-        )
-        return Data(self.name, self.num_classes, size, images, None)
 
 
 class RandomImages:
@@ -173,9 +135,7 @@ class RandomImages:
 class DeviceImages:
     """Images uint8 [N, H, W, 3] and labels [N] on the device; with `max_shift`, shifted and mirrored.
 
-    Their pixels in [0, 1] have this mean and standard deviation. With `flips` of "random", each epoch draws
-    which images are mirrored. With "alternating", the first epoch draws, and each image is then mirrored in
-    every second epoch (Jordan 2024): with few epochs, random draws would show some images one way only.
+    Their pixels in [0, 1] have this mean and standard deviation.
     """
 
     def __init__(
@@ -188,11 +148,9 @@ class DeviceImages:
         std: Sequence[float],
         seed: int = 0,
         max_shift: int | None = None,
-        flips: str = "random",
     ) -> None:
         self.num_images, self.height, self.width, channels = images.shape
         self.device, self._seed, self._augments = device, seed, max_shift is not None
-        self._alternates = flips == "alternating"
         self._max_shift = max_shift or 0
         self._pixels = torch.from_numpy(images).to(device).view(-1, channels)
         self._labels = torch.from_numpy(labels).to(device)
@@ -207,18 +165,16 @@ class DeviceImages:
     def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         if not indices:
             return
-        # The row shift, column shift and flip of every image: int64 [num_images, 3].
         draws = torch.tensor([self._max_shift, self._max_shift, 0]).expand(self.num_images, 3)
         if self._augments:
             draws = self._draws(epoch)
-            if self._alternates:
-                draws[:, 2] = (self._draws(0)[:, 2] + epoch) % 2
         draws = draws.to(self.device)
         # Copy the indices once per epoch, because each copy waits for the device.
         for numbers in torch.cat(list(indices)).to(self.device).split([len(i) for i in indices]):
             yield self._images(numbers, draws), self._labels[numbers]
 
     def _draws(self, epoch: int) -> Tensor:
+        """The row shift, column shift and flip of every image: int64 [num_images, 3]."""
         # mpiddp.Sampler shuffles the images by the same seed, so the draws have a seed of their own. A
         # generator on the CPU takes 32 bits.
         seed = random.Random(f"{self._seed}/{epoch}").getrandbits(32)
@@ -313,7 +269,7 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cifar(Source):
+class Cifar:
     """A data set in the binary form of Krizhevsky's page: records of label bytes and 3072 pixel bytes."""
 
     name: str
@@ -340,9 +296,7 @@ class Cifar(Source):
     def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
         train, test = self.read(folder)
         pixels = partial(DeviceImages, device=device, mean=self.mean, std=self.std)
-        shifted = pixels(
-            *train, seed=opening.seed, max_shift=opening.max_shift, flips=opening.flips
-        )
+        shifted = pixels(*train, seed=opening.seed, max_shift=opening.max_shift)
         return Data(self.name, self.num_classes, train[0].shape[1], shifted, pixels(*test))
 
     def read(self, folder: Path) -> tuple[Images, Images]:
@@ -485,7 +439,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 @dataclass(frozen=True)
-class Folder(Source):
+class Folder:
     """A folder of images that the user names. Random images in its place have ImageNet's numbers."""
 
     num_images: int = 1_281_167
@@ -674,6 +628,10 @@ def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
 
 # --- the data sets, by the names of --dataset ---
 
+# A row has num_images for training, num_classes, and image_size, which is None if the caller chooses it.
+# `find(folder)` returns the folder of its files, or None, `fetch(folder, report)` puts them there, and
+# `open(folder, device, opening)` returns the data set. They raise UserError or JobFailed.
+Source = Cifar | Folder
 DATASETS: dict[str, Source] = {
     "cifar10": Cifar(
         name="cifar10",
@@ -713,11 +671,21 @@ DATASETS: dict[str, Source] = {
 }
 
 
-def open_data(source: Source, folder: Path, world: mpiddp.World, opening: Opening) -> Data:
-    """Open the data set on the device, after one rank of each host has fetched it. A collective."""
+def open_data(
+    source: Source, folder: Path, world: mpiddp.World, opening: Opening, *, random_batch: int = 0
+) -> Data:
+    """Open the data set on the device, after one rank of each host has fetched it. A collective.
+
+    With `random_batch`, the images are random, in batches of this size at most.
+    """
     device = torch.device(str(world.device))
     with mpiddp.together(timeout_s=PREPARE_TIMEOUT_S):
-        if world.local_rank == 0 and source.find(folder) is None:
+        if not random_batch and world.local_rank == 0 and source.find(folder) is None:
             source.fetch(folder, partial(print, flush=True))
     with mpiddp.together():
-        return source.open(folder, device, opening)
+        if not random_batch:
+            return source.open(folder, device, opening)
+        seed = opening.seed * 1_000_003 + world.rank
+        shape = source.num_images, source.num_classes, opening.image_size, random_batch
+        images = RandomImages(*shape, seed, device)
+        return Data("synthetic images", source.num_classes, opening.image_size, images, None)

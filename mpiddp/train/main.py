@@ -23,13 +23,13 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import mpiddp
+from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.files import replace_file
+from mpiddp.text import counted, duration, parse_interval, shown
 from mpiddp.train import data as datasets
 from mpiddp.train import parallel
 from mpiddp.train import train as plain
@@ -47,7 +50,7 @@ from mpiddp.train.resnet import ARCHITECTURES, ARCHS
 from mpiddp.train.train import DONE, STOPPED, Recipe, Score, Step, Training
 
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
-AVERAGE_EVERY, EMA_EVERY = 8, 32  # steps between two updates of the average; 32 are torchvision's
+AVERAGE_EVERY = 32  # steps between two updates of the average, as in torchvision's references
 LARGE_IMAGE = 64  # pixels; CIFAR's stems are for smaller images
 STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the speed
 # A step of smaller images takes longer than in proportion to its pixels, as if each image had some more.
@@ -60,15 +63,7 @@ log = logging.getLogger("mpiddp.train")  # rank 0 prints it
 
 def count(low: int, metavar: str = "N") -> dict[str, Any]:
     """The keywords of an option that takes a whole number from `low` on."""
-
-    def whole(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,12}", text, re.ASCII) or int(text) < low:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number, {low} or more, not {text[:80]!r}"
-            )
-        return int(text)
-
-    return {"type": whole, "metavar": metavar}
+    return {"type": whole(low), "metavar": metavar}
 
 
 def number(low: float, below: float = math.inf) -> Callable[[str], float]:
@@ -76,25 +71,21 @@ def number(low: float, below: float = math.inf) -> Callable[[str], float]:
     limit = "" if below == math.inf else f" and less than {below:g}"
 
     def parsed(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value < below:
-            raise argparse.ArgumentTypeError(
-                f"expected a number of at least {low:g}{limit}, not {text[:80]!r}"
-            )
-        return value
+        with contextlib.suppress(ValueError):
+            if low <= (value := float(text)) < below:
+                return value
+        expected = f"expected a number of at least {low:g}{limit}"
+        raise argparse.ArgumentTypeError(f"{expected}, not {shown(text)!r}")
 
     return parsed
 
 
 def interval(text: str) -> str:
     """20 (steps), 30s, 10m or 1.5h: `mpiddp.Checkpoints` takes the text."""
-    if not re.fullmatch(r"0*[1-9]\d{0,8}|(?=[0.]*[1-9])\d{1,6}(\.\d+)?[smh]", text, re.ASCII):
-        raise argparse.ArgumentTypeError(
-            f"expected steps, or a time such as 30s, 10m or 1h, not {text[:80]!r}"
-        )
+    try:
+        parse_interval(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
@@ -131,7 +122,6 @@ NAMES = tuple(ARCHS)
 class Config(Recipe):
     """The settings of a training, resolved. `mpiddp train --help-all` lists them; config.json has them."""
 
-    average_epochs: float = 0.0  # score the mean of the weights of so many last epochs; this is no option
 
     arch: str = option(f"{', '.join(NAMES)} (default: by the device)", choices=NAMES, metavar="ARCH")
     stem: str = option("first layers (default: auto)", choices=("auto", "imagenet", "cifar"), default="auto")
@@ -195,16 +185,9 @@ _OTHER_MODEL: dict[str, Any] = {"optimizer": "sgd", "lr": 0.4, "label_smoothing"
 _OTHER_OPTIMIZER: dict[str, dict[str, Any]] = {"adamw": {"lr": 1e-3, "weight_decay": 0.05}}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises its errors as UserError, because every rank parses the options."""
-
-    def error(self, message: str) -> NoReturn:
-        raise mpiddp.UserError(f"{self.prog}: {message}.", fix=f"{self.prog} --help")
-
-
 def option_parser(*, shows_all: bool = True) -> argparse.ArgumentParser:
     """The parser of every option, with dashes. Its help has them all, or the common ones."""
-    parser = _Parser(
+    parser = OneSentenceParser(
         prog="mpiddp train",
         usage="%(prog)s [options]\n\n"
         "  mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a\n"
@@ -351,6 +334,7 @@ class Trainer(Training):
         if config.compile == "on":
             self.ddp = torch.compile(self.ddp)  # type: ignore[assignment]
             self.scored = torch.compile(self.model)  # type: ignore[assignment]
+        self.log_every = config.log_every
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         self.records = Records(self)
 
@@ -449,20 +433,18 @@ class Trainer(Training):
     def average_weight(self, step: int) -> float:
         """The weight of the model after this step, from 1 on, in the average; 0 leaves the average alone.
 
-        With `average_epochs`, all models of the last epochs weigh the same. With --ema-decay, as in
-        torchvision's references, it is 1 in the warm-up. Afterwards the decay is for one image between two
-        updates of a training of one epoch, so the same value suits any batch, and any number of epochs.
+        As in torchvision's references, it is 1 in the warm-up. Afterwards --ema-decay is for one image
+        between two updates of a training of one epoch, so the same value suits any batch and any epochs.
         """
-        config = self.config
-        if config.ema_decay is None:
-            first = self.num_steps - round(config.average_epochs * self.length)
-            models, rest = divmod(step - first, AVERAGE_EVERY)
-            return 1 / models if models > 0 and rest == 0 else 0.0
-        if step % EMA_EVERY != 1:
+        decay = self.config.ema_decay
+        if decay is None or step % AVERAGE_EVERY != 1:
             return 0.0
-        images = self.global_batch_size * EMA_EVERY
-        in_warmup = step <= self.warmup_steps
-        return 1.0 if in_warmup else min(1.0, (1 - config.ema_decay) * images / config.epochs)
+        images = self.global_batch_size * AVERAGE_EVERY
+        return (
+            1.0
+            if step <= self.warmup_steps
+            else min(1.0, (1 - decay) * images / self.config.epochs)
+        )
 
     @torch.no_grad()
     def update_average(self, weight: float) -> None:
@@ -493,8 +475,21 @@ class Trainer(Training):
 
     def report(self, made: Step) -> None:
         self.records.add(made)
+        before = self.train_loss
+        super().report(made)
+        if math.isnan((self.train_loss or 0.0) * 0.0) and math.isfinite(before or 0.0):
+            log.warning(
+                f"warning: the loss is {self.train_loss} at step {made.number}. Stop the run, and start it "
+                "again with a lower --lr or --clip-grad-norm: it resumes from its newest checkpoint."
+            )
         if self.config.check_divergence and made.number % self.config.check_divergence == 0:
             self.check_divergence(made.number)
+
+    def step_time(self, made: Step) -> float:
+        return self.records.step_time(made)
+
+    def left(self, made: Step) -> str:
+        return f"  {duration(self.records.seconds_left(made.number))} left"
 
     def check_divergence(self, step: int) -> None:
         """End the job if the ranks' bits differ. Before a save: then a restart resumes from equal ranks."""
@@ -503,11 +498,9 @@ class Trainer(Training):
             mpiddp.check_divergence(self.model, self.optimizer, step=step, group=same)
 
     def score(self, made: Step) -> Score:
-        began = time.perf_counter()
         with self.records.paused():
-            score = super().score(made)
-        self.records.add_score(made, score, time.perf_counter() - began)
-        return score
+            self.records.score = super().score(made)
+        return self.records.score
 
     def changed_to_score(self) -> Mapping[str, Tensor]:
         return self.average or super().changed_to_score()
@@ -559,9 +552,8 @@ class Trainer(Training):
         return step
 
     def load(self, saved: mpiddp.Resumed) -> None:
-        has_average, averages = "ema" in saved.state, self.config.average_epochs > 0
-        if self.config.ema_decay is not None or (averages and has_average):
-            average: dict[str, Any] = {"ema" if has_average else "model": self.model}
+        if self.config.ema_decay is not None:
+            average: dict[str, Any] = {"ema" if "ema" in saved.state else "model": self.model}
             saved.load_into(**average)  # through the model, which knows its shards
             self.update_average(1.0)
         super().load(saved)
@@ -648,16 +640,12 @@ def data_dir(config: Config) -> Path:
 
 def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
     """Open the data set, or random images in its shape. A collective. Raises UserError or JobFailed."""
-    source = DATASETS[config.dataset]
-    if config.use_syn:
-        shape = {
-            name: getattr(source, name) for name in ("num_images", "num_classes", "image_size")
-        }
-        name = f"synthetic {config.dataset}"
-        source = datasets.Synthetic(**shape, name=name, batch_size=config.batch_size)
     skips = say_skipped() if config.skip_bad_images else None
-    how = config.image_size, config.max_shift, config.flips, config.num_workers, skips
-    return datasets.open_data(source, folder, world, datasets.Opening(config.seed, *how))
+    how = config.image_size, config.max_shift, config.num_workers, skips
+    opening, random_batch = datasets.Opening(config.seed, *how), config.batch_size * config.use_syn
+    source = DATASETS[config.dataset]
+    data = datasets.open_data(source, folder, world, opening, random_batch=random_batch)
+    return replace(data, name=f"synthetic {config.dataset}") if config.use_syn else data
 
 
 # --- the run ---
@@ -818,44 +806,47 @@ def out_of_memory(error: BaseException, options: argparse.Namespace, config: Con
 
 
 class Records:
-    """The lines and the numbers of a training, and its summary. All ranks make the same calls."""
+    """The times of a training, its forecast and its summary. All ranks make the same calls."""
 
     def __init__(self, training: Trainer) -> None:
-        self._training = training
-        self._started_at = time.monotonic()
+        self._training, self._started_at = training, time.monotonic()
         self.score: Score | None = None
+        self._by_side: dict[
+            int, list[float]
+        ] = {}  # the seconds of steps, by the side of their images
+        self._recent: list[float] = []  # those since the last report
 
     def begin(self, step: int) -> None:
         """Begin to count after this step."""
-        training, world = self._training, self._training.world
-        config, device = training.config, training.device
-        self.step = self._first = self._scored_at = step
-        self._score_s: float | None = None
-        self._loss_sum, self._added = torch.zeros((), device=device), 0
-        self._train_loss: float | None = None
-        self._times: list[tuple[int, float]] = []  # of each step: its side, and its seconds
+        training, world, config = self._training, self._training.world, self._training.config
+        self.step = self._first = step
+        ranks, hosts = counted(world.world_size, "rank"), counted(world.num_nodes or 1, "host")
         log.info(
-            f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
-            f"{world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) on "
-            f"{training.data.name}, amp {config.amp}, global batch {config.global_batch_size}, "
+            f"{ranks} on {hosts} over {world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) "
+            f"on {training.data.name}, amp {config.amp}, global batch {config.global_batch_size}, "
             f"--lr {config.lr:g}"
         )
         if config.compile == "on":
             log.info("compiling the model takes a minute; --compile off trains without a delay")
         self._marks: list[Any] = [self._now()]  # at the end of each step, and None before a pause
 
-    def add(self, step: Step) -> None:
-        """Add a step, and record the loss and the speed now and then."""
-        self.step, self._added = step.number, self._added + 1
-        self._loss_sum += step.loss_sum
+    def add(self, made: Step) -> None:
+        """Add a step. The first few are slow, and do not count unless there are no others."""
+        self.step, number = made.number, made.number - self._first
         self._marks.append(self._now())
-        num_steps, made = self._training.num_steps, step.number - self._first
-        mpiddp.progress(step.number, num_steps)
-        if made == 2 * STARTUP_STEPS:
-            self._read_clock(step.side)
-            log.info(f"{num_steps - step.number:,} steps to come, in about {self._left()}")
-        if step.number % self._training.config.log_every == 0 or step.ends_epoch:
-            self._record(step)
+        if number == STARTUP_STEPS + 1:
+            self._read_clock(made.side)
+            self._by_side = {made.side: self._by_side[made.side][-1:]}
+        if number == 2 * STARTUP_STEPS:
+            self._read_clock(made.side)
+            left, num_steps = duration(self.seconds_left(self.step)), self._training.num_steps
+            log.info(f"{num_steps - self.step:,} steps to come, in about {left}")
+
+    def step_time(self, made: Step) -> float:
+        """The mean seconds of the steps since the last call."""
+        self._read_clock(made.side)
+        recent, self._recent = self._recent, []
+        return mean(recent)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -872,48 +863,35 @@ class Records:
         return event
 
     def _read_clock(self, side: int) -> None:
-        """Add the times of the steps since the last call, whose images have this side."""
+        """Read the times of the steps since the last call, whose images have this side."""
         is_gpu = self._training.device.type == "cuda"
         if is_gpu:
             torch.cuda.synchronize()
-        for began, end in pairwise(self._marks):
-            if began is not None and end is not None:
-                seconds = began.elapsed_time(end) / 1000 if is_gpu else end - began
-                self._times.append((side, seconds))
+        pairs = [(a, b) for a, b in pairwise(self._marks) if a is not None and b is not None]
+        seconds = [a.elapsed_time(b) / 1000 if is_gpu else b - a for a, b in pairs]
+        self._by_side.setdefault(side, []).extend(seconds)
+        self._recent += seconds
         self._marks = [self._now()]
 
-    def _timed(self) -> list[tuple[int, float]]:
-        """The times of all steps but the first few."""
-        return self._times[STARTUP_STEPS:] or self._times
+    def seconds_left(self, step: int) -> float:
+        """About how long the rest takes after this step."""
+        training, test = self._training, self._training.data.test
+        step_s = {side: mean(seconds) for side, seconds in self._by_side.items() if seconds}
+        largest = max(step_s)
 
-    def _record(self, step: Step) -> None:
-        config = self._training.config
-        self._read_clock(step.side)
-        dist.all_reduce(self._loss_sum)
-        loss = self._loss_sum.item() / (self._added * config.global_batch_size)
-        step_s = mean(seconds for _, seconds in self._timed()[-self._added :])
-        was_finite = self._train_loss is None or math.isfinite(self._train_loss)
-        if was_finite and not math.isfinite(loss) and self._training.world.rank == 0:
-            log.warning(
-                f"warning: the loss is {loss} at step {step.number}. Stop the run, and start it again with a "
-                "lower --lr or --clip-grad-norm: it resumes from its newest checkpoint."
-            )
-        self._train_loss = loss
-        self._loss_sum, self._added = torch.zeros_like(self._loss_sum), 0
-        speed = config.global_batch_size / step_s
-        values = {"lr": step.lr, "train_loss": loss, "images_per_s": speed, "step_time_s": step_s}
-        mpiddp.log_metrics(step.number, epoch=step.epoch, **values)
-        log.info(
-            f"epoch {step.epoch + 1}/{config.epochs}  step {step.number}/{self._training.num_steps}  "
-            f"loss {loss:.4f}  lr {step.lr:.4f}  {speed:,.0f} images/s  {self._left()} left"
-        )
+        def seconds_of(side: int) -> float:
+            pixels = (side**2 + FIXED_PIXELS) / (largest**2 + FIXED_PIXELS)
+            return step_s.get(side, step_s[largest] * pixels)
 
-    def add_score(self, step: Step, score: Score, seconds: float) -> None:
-        self.score, self._scored_at, self._score_s = score, step.number, seconds
-
-    def _left(self) -> str:
-        scores = self._scored_at, self._score_s
-        return duration(seconds_left(self._training, self.step, self._timed(), *scores))
+        # An evaluation has no backward pass, and takes about a third of the time of steps.
+        num_tested = test.num_images if test is not None else 0
+        score_s = num_tested / training.global_batch_size / 3 * seconds_of(training.data.image_size)
+        left_s = 0.0
+        for epoch in range(training.recipe.epochs):
+            end = (epoch + 1) * training.length
+            left_s += min(training.length, max(0, end - step)) * seconds_of(training.side(epoch))
+            left_s += score_s * (end > step and training.is_scored(epoch))
+        return left_s
 
     def end(self) -> None:
         """Write summary.json, and print it as a table. A collective."""
@@ -931,8 +909,7 @@ class Records:
         training, score = self._training, self.score
         config, world, data = training.config, training.world, training.data
         # There is no time of a step if the run has resumed after its last step.
-        times = [seconds for _, seconds in self._timed()]
-        whole = [seconds for side, seconds in self._timed() if side == data.image_size]
+        times, whole = [*chain(*self._by_side.values())], self._by_side.get(data.image_size)
         middle, high = np.percentile(whole, (50, 95)).tolist() if whole else (None, None)
         return {
             "dataset": data.name,
@@ -944,7 +921,7 @@ class Records:
             "global_batch_size": config.global_batch_size,
             "epochs": config.epochs,
             "steps": self.step,
-            "train_loss": self._train_loss,
+            "train_loss": training.train_loss,
             "test_accuracy": score and score.accuracy,
             "accuracy_of_views": score.accuracy_of_views if score and config.views > 1 else None,
             "test_images": None if data.test is None else data.test.num_images,
@@ -954,51 +931,6 @@ class Records:
             "step_time_p95_s": high,
             "wall_s": time.monotonic() - self._started_at,
         }
-
-
-def seconds_left(
-    training: Training,
-    step: int,
-    times: Sequence[tuple[int, float]],
-    scored_at: int,
-    score_s: float | None,
-) -> float:
-    """About how long the rest takes after `step`, from the side and the seconds of each step so far.
-
-    `score_s` is the time of the last evaluation, after the step `scored_at`. An evaluation has no backward
-    pass, so the first one takes about a third of the time of steps.
-    """
-    by_side: dict[int, list[float]] = {}
-    for side, seconds in times:
-        by_side.setdefault(side, []).append(seconds)
-    largest = max(by_side)
-
-    def step_s(side: int) -> float:
-        if side in by_side:
-            return mean(by_side[side])
-        pixels = (side**2 + FIXED_PIXELS) / (largest**2 + FIXED_PIXELS)
-        return mean(by_side[largest]) * pixels
-
-    if score_s is None and training.data.test is not None:
-        test_steps = training.data.test.num_images / training.global_batch_size
-        score_s = test_steps / 3 * step_s(training.data.image_size)
-    left_s = 0.0
-    for epoch in range(training.recipe.epochs):
-        end = (epoch + 1) * training.length
-        left_s += min(training.length, max(0, end - step)) * step_s(training.side(epoch))
-        if score_s is not None and end > scored_at and training.is_scored(epoch):
-            left_s += score_s
-    return left_s
-
-
-def duration(seconds: float) -> str:
-    """ "40 s", "3 min 20 s", "45 min" or "3.5 h"."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 1200:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def table(summary: Mapping[str, Any], config: Config) -> str:
@@ -1014,11 +946,6 @@ def table(summary: Mapping[str, Any], config: Config) -> str:
     )
 
 
-def counted(number: int, noun: str) -> str:
-    """ "1 rank", "2 ranks"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def steps_in(summary: Path) -> Any:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         return json.loads(summary.read_bytes())["steps"]
@@ -1026,13 +953,11 @@ def steps_in(summary: Path) -> Any:
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace the file, or on an error leave the existing one. NaN and infinities become null."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
+    is_bad = {
+        name for name, value in values.items() if value != value or value in (math.inf, -math.inf)
     }
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(finite, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    finite = {name: None if name in is_bad else value for name, value in values.items()}
+    replace_file(path, f"{json.dumps(finite, indent=1)}\n".encode())
 
 
 if __name__ == "__main__":

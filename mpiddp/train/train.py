@@ -44,18 +44,13 @@ class Recipe:
     image_size: int = 32  # pixels; only the images of a folder can have another size
     arch: str = "resnet18"  # a row of ARCHS in resnet.py
     stem: str = "cifar"  # its first layers
-    dirac: bool = False  # begin with 3×3 filters that pass on their input, as airbench
     batch_size: int = 256  # images of a rank and a backward pass
     grad_accum_steps: int = 1  # backward passes of a step
     epochs: int = 30
     sides: tuple[int, ...] = ()  # pixels of the images in each epoch; stretched over the epochs
     max_shift: int = 4  # pixels by which CIFAR's images are shifted
-    flips: str = "random"  # or "alternating", see data.py
     optimizer: str = "sgd"  # or "muon"
     lr: float = 0.4  # peak; that of sgd is for 256 images, and scales with the batch
-    head_lr: float = 1.0  # of the last layer's matrix, relative to the rate of muon
-    bias_lr: float = 1.0  # of biases and BatchNorm, relative to the rate
-    final_lr: float = 0.0  # rate at the end, relative to the peak
     momentum: float = 0.9  # Nesterov's
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
@@ -76,9 +71,8 @@ RECIPES = {
     "image-folder, cpu": replace(_FOLDER, batch_size=128, epochs=5, max_shift=2, amp="off"),
     "image-folder, gpu": _FOLDER,
 }
-for _kind in ("cpu with bf16", "cpu", "gpu"):
-    RECIPES[f"cifar100, {_kind}"] = replace(RECIPES[f"cifar10, {_kind}"], dataset="cifar100")
-
+for _name in ("cpu with bf16", "cpu", "gpu"):
+    RECIPES[f"cifar100, {_name}"] = replace(RECIPES[f"cifar10, {_name}"], dataset="cifar100")
 # A resume may not change these settings.
 FIXED = ("arch", "stem", "dataset", "image_size", "optimizer", "seed")
 BATCH_PIXELS = 500 * 32 * 32  # in a batch of an evaluation, if the training batch is smaller
@@ -116,6 +110,8 @@ class Score:
 class Training:
     """A training: its recipe, its data, and everything that a step changes. All ranks make the same calls."""
 
+    log_every = 50  # steps
+
     def __init__(
         self, recipe: Recipe, data: Data, sampler: mpiddp.Sampler, world: mpiddp.World
     ) -> None:
@@ -129,10 +125,11 @@ class Training:
         self.scored = self.model  # an evaluation calls this module
         self.optimizer = self.build_optimizer()
         self._loss_sum, self._reported, self._began = torch.zeros((), device=self.device), 0, 0.0
+        self.train_loss: float | None = None
         self.seed()
 
     def seed(self) -> None:
-        torch.manual_seed(self.recipe.seed + 1 + dist.get_rank())
+        torch.manual_seed(self.recipe.seed + 1 + self.world.rank)
 
     def build_model(self) -> nn.Module:
         """The bare model on the device, the same on every rank, in the memory layout of the images."""
@@ -143,9 +140,6 @@ class Training:
             numbers = torch.arange(min(1000, train.num_images))  # they stand for all images
             ((images, _),) = train.batches([numbers], epoch=0)
             model.whiten(images.cpu())
-        for module in model.modules() if recipe.dirac else ():
-            if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
-                nn.init.dirac_(module.weight.data[: module.in_channels])
         return model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def parallelize(self) -> nn.Module:
@@ -158,7 +152,7 @@ class Training:
             matrices = decayed["params"]
             hidden = [p for p in matrices if p.ndim == 4 and p.shape[1] > 3]
             ends = [p for p in matrices if p.ndim != 4 or p.shape[1] <= 3]
-            others = ({**decayed, "params": ends, "relative_lr": recipe.head_lr}, undecayed)
+            others = ({**decayed, "params": ends}, undecayed)
             return Muon(hidden, others, lr=recipe.lr, momentum=recipe.momentum)
         is_sharded = parallel.is_sharded(self.ddp)  # torch has no fused SGD for shards
         return torch.optim.SGD(
@@ -175,7 +169,7 @@ class Training:
         matrices = [p for p in trained if p.ndim > 1]
         vectors = [p for p in trained if p.ndim <= 1]  # BatchNorm and biases
         decayed = {"params": matrices, "weight_decay": self.recipe.weight_decay}
-        return decayed, {"params": vectors, "weight_decay": 0.0, "relative_lr": self.recipe.bias_lr}
+        return decayed, {"params": vectors, "weight_decay": 0.0}
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, from 0 on. That of SGD scales with the batch (Goyal et al. 2017)."""
@@ -188,7 +182,7 @@ class Training:
 
     def schedule(self, progress: float) -> float:
         """The part of the peak after this part of the steps: along a line (Smith & Topin 2017)."""
-        return 1 - (1 - self.recipe.final_lr) * progress
+        return 1 - progress
 
     def side(self, epoch: int) -> int:
         """The height and width of an epoch's images, in pixels. The last epoch has the last of the sides."""
@@ -206,7 +200,7 @@ class Training:
             while step < (epoch + 1) * self.length:
                 lr = self.learning_rate(step)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = lr * group.get("relative_lr", 1.0)
+                    group["lr"] = lr
                 self.optimizer.zero_grad()
                 loss_sum = torch.zeros((), device=self.device)
                 for left in reversed(range(self.recipe.grad_accum_steps)):
@@ -230,9 +224,8 @@ class Training:
 
     def reducing(self, reduces: bool) -> contextlib.AbstractContextManager[None]:
         """The context of a pass that sums the gradients over the ranks, or does not."""
-        if reduces or self.world_size == 1:
-            return contextlib.nullcontext()
-        return self.ddp.no_sync()  # type: ignore[operator, no-any-return]
+        waits = not reduces and self.world_size > 1
+        return self.ddp.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp == "bf16")
@@ -272,16 +265,12 @@ class Training:
     def changed_to_score(self) -> Mapping[str, Tensor]:
         return parallel.statistics_of(self.model)
 
-    # --- the run, and its stop ---
-
     def run(self, checkpoints: mpiddp.Checkpoints) -> int:
         """Train to the end, or until a stop is requested, and save the last step. Returns the exit code."""
         step = self._reported = self.resume(checkpoints)
         self._began = time.perf_counter()
         for made in self.steps(step):
-            is_due = checkpoints.due(
-                made.number
-            )  # before should_stop(), because a stop is due as well
+            is_due = checkpoints.due(made.number)  # asked first, because a stop is due as well
             stops = not made.is_last and self.should_stop(made)
             self.report(made)
             if is_due or stops or made.is_last:  # before the score, whose end may never come
@@ -301,26 +290,38 @@ class Training:
         """Print and record the mean loss and the speed of the last steps. A collective."""
         self._loss_sum += made.loss_sum
         mpiddp.progress(made.number, self.num_steps)
-        if made.number % 50 and not made.ends_epoch:
+        if made.number % self.log_every and not made.ends_epoch:
             return
         dist.all_reduce(self._loss_sum)
         images = (made.number - self._reported) * self.global_batch_size
-        loss, speed = self._loss_sum.item() / images, images / (time.perf_counter() - self._began)
-        mpiddp.log_metrics(made.number, epoch=made.epoch, train_loss=loss, lr=made.lr)
-        line = f"step {made.number}/{self.num_steps}  loss {loss:.4f}  {speed:,.0f} images/s"
-        log.info(f"epoch {made.epoch + 1}/{self.recipe.epochs}  {line}")
+        step_s, loss = self.step_time(made), self._loss_sum.item() / images
+        speed = self.global_batch_size / step_s
+        values = {"lr": made.lr, "train_loss": loss, "images_per_s": speed, "step_time_s": step_s}
+        mpiddp.log_metrics(made.number, epoch=made.epoch, **values)
+        at = f"epoch {made.epoch + 1}/{self.recipe.epochs}  step {made.number}/{self.num_steps}"
+        line = f"loss {loss:.4f}  lr {made.lr:.4f}  {speed:,.0f} images/s{self.left(made)}"
+        log.info(f"{at}  {line}")
+        self.train_loss = loss
         self._loss_sum.zero_()
         self._reported, self._began = made.number, time.perf_counter()
+
+    def step_time(self, made: Step) -> float:
+        """The mean seconds of the steps since the last report."""
+        return (time.perf_counter() - self._began) / (made.number - self._reported)
+
+    def left(self, made: Step) -> str:
+        return ""
 
     def score(self, made: Step) -> Score:
         """Score the model, and record it. A collective."""
         assert self.data.test is not None
-        score = self.evaluate(self.data.test, views=self.recipe.views if made.is_last else 1)
+        views = self.recipe.views if made.is_last else 1
+        score = self.evaluate(self.data.test, views=views)
         values = {"test_accuracy": score.accuracy, "test_loss": score.loss}
         mpiddp.log_metrics(made.number, epoch=made.epoch, **values)
-        log.info(f"epoch {made.epoch + 1}/{self.recipe.epochs}  test accuracy {score.accuracy:.2%}")
-        if made.is_last and self.recipe.views > 1:
-            log.info(f"with {self.recipe.views} views of each image {score.accuracy_of_views:.2%}")
+        by_views = f" ({score.accuracy_of_views:.2%} by {views} views)" if views > 1 else ""
+        line = f"test accuracy {score.accuracy:.2%}{by_views}{self.left(made)}"
+        log.info(f"epoch {made.epoch + 1}/{self.recipe.epochs}  {line}")
         self._began = time.perf_counter()
         return score
 
@@ -384,7 +385,7 @@ def main() -> int:
         device = torch.device(str(world.device))
         default = recipe_for(given.get("dataset", "cifar10"), device, given.get("amp"))
         recipe = replace(default, **given)
-        opening = datasets.Opening(recipe.seed, recipe.image_size, recipe.max_shift, recipe.flips)
+        opening = datasets.Opening(recipe.seed, recipe.image_size, recipe.max_shift)
         data = datasets.open_data(datasets.DATASETS[recipe.dataset], folder, world, opening)
         count, passes = data.train.num_images, recipe.grad_accum_steps
         batch = recipe.batch_size * passes * world.world_size

@@ -33,7 +33,7 @@ from mpiddp.launch.run import job
 from mpiddp.protocol import variables as names
 from mpiddp.runtime.job import coordinator
 from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
-from mpiddp.train.main import EMA_EVERY
+from mpiddp.train.main import AVERAGE_EVERY
 from mpiddp.watch import detached
 from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT, clean_env
@@ -159,7 +159,7 @@ TIMES = [  # of the program, in sentences of the pages
     ("reference", "all ranks must join (default: {:.0f} s)", names.JOIN_TIMEOUT_S),
     ("hangs", "default {:.0f} min for gloo", default_pg_timeout.total_seconds() / 60),
     ("launch", "(Xid) in the last {}", {3600: "hour"}.get(gpu_health.SINCE_S)),
-    ("train", "averages the weights every {} steps", EMA_EVERY),
+    ("train", "averages the weights every {} steps", AVERAGE_EVERY),
     ("watch", "the newest {:.0f} MB", detached.LOG_LIMIT / 2**20),
     ("watch", "the latest {} jobs that have ended", detached.KEPT),
 ]

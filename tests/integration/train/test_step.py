@@ -4,7 +4,6 @@ import copy
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,8 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.ranks.accuracy import Alternating, Trial, trial
 from mpiddp.train.data import Data, DeviceImages
-from mpiddp.train.main import Trainer, seconds_left
+from mpiddp.train.main import Trainer
 from mpiddp.train.resnet import ARCHS
 from tests.support.training import CPU, HALF, configured, images, training_of
 
@@ -200,35 +200,50 @@ def test_the_forecast_is_right_from_the_first_epoch_on():
     step_s = {16: 0.046, 24: 0.092, 32: 0.138}  # measured on two cores
     epochs = [step // 195 for step in range(training.num_steps)]
     times = [(training.side(epoch), step_s[training.side(epoch)]) for epoch in epochs]
-    forecasts = []
+    records, forecasts = training.records, []
     for step in range(50, len(times), 5):
         scores = sum(training.is_scored(epoch) for epoch in range(step // 195, 12))
         right = sum(seconds for _, seconds in times[step:]) + scores * 13 * step_s[32]
-        forecasts.append(seconds_left(training, step, times[:step], step // 195 * 195, None))
+        records._by_side = {}
+        for side, seconds in times[:step]:
+            records._by_side.setdefault(side, []).append(seconds)
+        forecasts.append(records.seconds_left(step))
         assert forecasts[-1] == pytest.approx(right, rel=0.2), step
     changes = [before - after for before, after in pairwise(forecasts)]
     assert max(map(abs, changes)) < 0.08 * forecasts[0]
 
 
-# --- the fields of a recipe that the defaults do not use
+# --- the ideas of benchmarks/accuracy.py
 
 
-def of_recipe(num_images: int, **fields: Any) -> Trainer:
-    """A training of the small net with these fields of its recipe, in batches of four."""
-    config = configured("--amp=off", "--batch-size=4", "--epochs=2")
-    source = images(num_images, seed=0, max_shift=2, flips=fields.pop("flips", "random"))
-    return training_of(replace(config, **fields), source, source)
+def of_ideas(num_images: int, **settings: Any) -> Trainer:
+    """A training of the small net with these ideas, in batches of four."""
+    ideas = trial(configured("--amp=off", "--batch-size=4", "--epochs=2"), **settings)
+    source = images(num_images, seed=0, max_shift=2)
+    return training_of(ideas, source, source, kind=Trial)
+
+
+def test_alternating_images_are_mirrored_in_every_second_epoch():
+    pixels, labels = torch.arange(20 * 3072).reshape(20, 32, 32, 3) % 256, torch.arange(20)
+    how = {"device": CPU, "mean": HALF, "std": HALF, "seed": 3, "max_shift": 0}
+    source = Alternating(pixels.byte().numpy(), labels.numpy(), **how)
+    first, second, third = (
+        next(source.batches([torch.arange(20)], epoch=epoch))[0] for epoch in range(3)
+    )
+    assert torch.equal(second, first.flip(3))
+    assert torch.equal(third, first)
+    assert 0 < sum(image[0, 0, 0] > image[0, 0, 31] for image in first) < 20
 
 
 def test_dirac_filters_pass_their_input_on():
-    conv = of_recipe(8, dirac=True).model.blocks[0].conv1
+    conv = of_ideas(8, dirac=True).model.blocks[0].conv1
     ((batch, _),) = images(4).batches([torch.arange(4)], epoch=0)
     batch = batch.repeat(1, 8, 1, 1)
     torch.testing.assert_close(conv(batch)[:, : conv.in_channels], batch)
 
 
 def test_the_head_and_the_biases_have_rates_of_their_own():
-    training = of_recipe(16, head_lr=2.0, bias_lr=0.5, final_lr=0.25)
+    training = of_ideas(16, head_lr=2.0, bias_lr=0.5, final_lr=0.25)
     lr = [made.lr for made in training.steps(0)]
     assert lr[-1] == pytest.approx(max(lr) * (1 - 0.75 * 5 / 6))
     rates = [group["lr"] for group in training.optimizer.param_groups]
@@ -236,7 +251,7 @@ def test_the_head_and_the_biases_have_rates_of_their_own():
 
 
 def test_the_average_of_the_last_epochs_weighs_all_models_alike():
-    training = of_recipe(64, average_epochs=1.0)
+    training = of_ideas(64, average_epochs=1.0)
     models = []
     for made in training.steps(0):
         if made.number in (24, 32):
@@ -255,7 +270,7 @@ def test_the_average_of_the_last_epochs_weighs_all_models_alike():
 
 @pytest.mark.parametrize("views", [2, 6])
 def test_a_score_of_views_is_of_their_mean_logits(views):
-    training = of_recipe(40)
+    training = of_ideas(40)
     test = images(40)
     score = training.evaluate(test, views=views)
     ((batch, labels),) = test.batches([torch.arange(40)], epoch=0)
