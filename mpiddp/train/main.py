@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -330,7 +330,14 @@ class Trainer(Training):
     def __init__(self, config: Config, data: Data, world: mpiddp.World, out: Path) -> None:
         self.config, self.out = config, out
         self.average: dict[str, Tensor] = {}  # of the model's state_dict, once it has begun
-        super().__init__(config, data, sampler_of(config, data), world)
+        images = data.train.num_images
+        if images < config.global_batch_size:
+            raise mpiddp.UserError(
+                f"the global batch of {config.global_batch_size} images is larger than the data set "
+                f"({images} images). Lower --batch-size or --global-batch-size."
+            )
+        sizes = {name: getattr(config, name) for name in ("global_batch_size", "steps_per_epoch")}
+        super().__init__(config, data, world, **sizes)
         if config.compile == "on":
             self.ddp = torch.compile(self.ddp)  # type: ignore[assignment]
             self.scored = torch.compile(self.model)  # type: ignore[assignment]
@@ -590,32 +597,12 @@ def stride_as_gradients(model: nn.Module) -> None:
             parameter.data = parameter.data.as_strided(parameter.shape, strides)
 
 
-def sampler_of(config: Config, data: Data) -> mpiddp.Sampler:
-    """The images of this rank at each step. Raises UserError if an epoch has none."""
-    if data.train.num_images < config.global_batch_size:
-        raise mpiddp.UserError(
-            f"the global batch of {config.global_batch_size} images is larger than the data set "
-            f"({data.train.num_images} images). Lower --batch-size or --global-batch-size."
-        )
-    return mpiddp.Sampler(
-        data.train.num_images,
-        config.global_batch_size,
-        seed=config.seed,
-        batches_per_step=config.grad_accum_steps,
-        steps_per_epoch=config.steps_per_epoch,
-    )
-
-
 def choose_kernels(config: Config) -> None:
-    """Select the fastest kernel that cuDNN finds for each shape, or with --deterministic reproducible ones.
-
-    Call this before the first operation on a GPU, because cuBLAS reads its variable once.
-    """
-    if not config.deterministic:
-        torch.backends.cudnn.benchmark = True
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)  # an operation without a reproducible kernel raises
+    """Before the first operation on a GPU: cuDNN's fastest kernels, or reproducible ones."""
+    torch.backends.cudnn.benchmark = not config.deterministic
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # an operation without such a kernel raises
 
 
 def say_skipped() -> Callable[[str], None]:
@@ -630,12 +617,14 @@ def say_skipped() -> Callable[[str], None]:
 
 def data_dir(config: Config) -> Path:
     """The folder of the data set. Raises UserError if the user has named one that does not exist."""
-    if config.data_dir is None or config.use_syn:
-        return Path() if config.use_syn else datasets.default_folder()
-    if not Path(config.data_dir).is_dir():
+    if config.data_dir and not config.use_syn and not Path(config.data_dir).is_dir():
         where = f"{config.data_dir} is not a folder (looked in {Path.cwd()})."
         raise mpiddp.UserError(f"--data-dir {where}")
-    return Path(config.data_dir)
+    return (
+        Path(config.data_dir or "")
+        if config.data_dir or config.use_syn
+        else datasets.default_folder()
+    )
 
 
 def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
@@ -662,8 +651,6 @@ def main(argv: list[str] | None = None) -> int:
             choose_kernels(config)
             folder = data_dir(config)
         data = open_config(config, folder, world)
-        with mpiddp.together():
-            sampler_of(config, data)
         started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
         out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
         with mpiddp.together():
@@ -828,12 +815,14 @@ class Records:
         )
         if config.compile == "on":
             log.info("compiling the model takes a minute; --compile off trains without a delay")
-        self._marks: list[Any] = [self._now()]  # at the end of each step, and None before a pause
+        self._laps, self._began = list[float](), time.perf_counter()
 
     def add(self, made: Step) -> None:
         """Add a step. The first few are slow, and do not count unless there are no others."""
         self.step, number = made.number, made.number - self._first
-        self._marks.append(self._now())
+        now = time.perf_counter()
+        self._laps.append(now - self._began)
+        self._began = now
         if number == STARTUP_STEPS + 1:
             self._read_clock(made.side)
             self._by_side = {made.side: self._by_side[made.side][-1:]}
@@ -852,26 +841,21 @@ class Records:
     def paused(self) -> Iterator[None]:
         """Do not count the time of the body as a step's."""
         yield
-        self._marks += [None, self._now()]
-
-    def _now(self) -> Any:
-        """The time. A GPU computes later than its host asks, so it records an event of its own."""
-        if self._training.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._began = time.perf_counter()
 
     def _read_clock(self, side: int) -> None:
-        """Read the times of the steps since the last call, whose images have this side."""
-        is_gpu = self._training.device.type == "cuda"
-        if is_gpu:
+        """Read the times of the steps since the last call, whose images have this side.
+
+        A GPU computes later than its host asks, so only the mean of such steps is known.
+        """
+        laps, self._laps = self._laps, []
+        if laps and self._training.device.type == "cuda":
             torch.cuda.synchronize()
-        pairs = [(a, b) for a, b in pairwise(self._marks) if a is not None and b is not None]
-        seconds = [a.elapsed_time(b) / 1000 if is_gpu else b - a for a, b in pairs]
-        self._by_side.setdefault(side, []).extend(seconds)
-        self._recent += seconds
-        self._marks = [self._now()]
+            laps[-1] += time.perf_counter() - self._began
+            laps = [mean(laps)] * len(laps)
+        self._by_side.setdefault(side, []).extend(laps)
+        self._recent += laps
+        self._began = time.perf_counter()
 
     def seconds_left(self, step: int) -> float:
         """About how long the rest takes after this step."""

@@ -113,11 +113,17 @@ class Training:
     log_every = 50  # steps
 
     def __init__(
-        self, recipe: Recipe, data: Data, sampler: mpiddp.Sampler, world: mpiddp.World
+        self, recipe: Recipe, data: Data, world: mpiddp.World, **batches: int | None
     ) -> None:
-        self.recipe, self.data, self.sampler, self.world = recipe, data, sampler, world
-        self.device, self.world_size = data.train.device, dist.get_world_size()
-        self.global_batch_size, self.length = sampler.global_batch_size, sampler.steps_per_epoch
+        """`batches` are a global_batch_size and steps_per_epoch that do not follow from the recipe."""
+        self.recipe, self.data, self.world = recipe, data, world
+        self.device, self.world_size = data.train.device, world.world_size
+        count, passes = data.train.num_images, recipe.grad_accum_steps
+        batch = recipe.batch_size * passes * world.world_size
+        sizes: dict[str, Any] = {"global_batch_size": batch, "batches_per_step": passes, **batches}
+        self.sampler = mpiddp.Sampler(count, seed=recipe.seed, **sizes)
+        self.global_batch_size = self.sampler.global_batch_size
+        self.length = self.sampler.steps_per_epoch
         self.num_steps = self.length * recipe.epochs
         self.warmup_steps = round(self.length * min(5, recipe.epochs / 4))
         self.model = self.build_model()  # without any wrapper
@@ -325,8 +331,6 @@ class Training:
         self._began = time.perf_counter()
         return score
 
-    # --- checkpoints ---
-
     def save(self, checkpoints: mpiddp.Checkpoints, step: int) -> None:
         """Start to save a checkpoint. The rate and the order of images follow from the step. A collective."""
         checkpoints.save(step, self.state(), per_rank=self.state_of_rank())
@@ -357,9 +361,6 @@ class Training:
             self.seed()
 
 
-# --- the data and the command line ---
-
-
 def parse() -> argparse.Namespace:
     """The options of the command line. Each field of the recipe is one; without a value, it is left out."""
     parser = argparse.ArgumentParser(description="Train a ResNet.")
@@ -387,13 +388,11 @@ def main() -> int:
         recipe = replace(default, **given)
         opening = datasets.Opening(recipe.seed, recipe.image_size, recipe.max_shift)
         data = datasets.open_data(datasets.DATASETS[recipe.dataset], folder, world, opening)
-        count, passes = data.train.num_images, recipe.grad_accum_steps
-        batch = recipe.batch_size * passes * world.world_size
-        sampler = mpiddp.Sampler(count, batch, seed=recipe.seed, batches_per_step=passes)
+        training = Training(recipe, data, world)
         config = {name: getattr(recipe, name) for name in FIXED}
-        config |= {"data": data.contents, "global_batch_size": batch}
-        with mpiddp.Checkpoints(out, every=sampler.steps_per_epoch, config=config) as checkpoints:
-            return Training(recipe, data, sampler, world).run(checkpoints)
+        config |= {"data": data.contents, "global_batch_size": training.global_batch_size}
+        with mpiddp.Checkpoints(out, every=training.length, config=config) as checkpoints:
+            return training.run(checkpoints)
 
 
 if __name__ == "__main__":
