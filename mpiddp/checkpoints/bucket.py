@@ -23,8 +23,7 @@ from urllib.parse import quote
 
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import COMPLETE, BrokenCheckpoint, NewFolder, step_of
-from mpiddp.checkpoints.retention import surplus
-from mpiddp.checkpoints.wishes import METRICS, PINS, REWIND, WISHES, Wishes
+from mpiddp.checkpoints.retention import METRICS, PINS, REWIND, WISHES, Wishes, surplus
 from mpiddp.errors import UserError
 
 ASIDE = "ASIDE"  # COMPLETE is named so in a checkpoint that is set aside

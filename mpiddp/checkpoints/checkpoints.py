@@ -24,11 +24,11 @@ from mpiddp.checkpoints.place import is_address
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import resume
 from mpiddp.checkpoints.resumed import Resumed
+from mpiddp.checkpoints.retention import Wishes
 from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
 from mpiddp.checkpoints.save import agree, save
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
-from mpiddp.checkpoints.wishes import Wishes
 from mpiddp.errors import UserError, named_by
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current

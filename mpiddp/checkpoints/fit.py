@@ -51,7 +51,7 @@ class Fit:
 
     def parts(self) -> Iterator[Fit]:
         """This fit, or that of each object in a dict. Raises UserError if an entry does not fit."""
-        fit, target = self, self.target
+        target = self.target
         if type(target) is dict:
             for key, part in target.items():
                 if not isinstance(self.entry, Mapping) or key not in self.entry:
@@ -60,16 +60,16 @@ class Fit:
                 yield from replace(self, path=path, entry=entry, target=part).parts()
             return
         if isinstance(target, Module):
-            fit._match_module()
+            self._match_module()
         elif isinstance(target, Optimizer):
-            fit._match_optimizer()
+            self._match_optimizer()
         elif callable(getattr(target, "state_dict", None)):
-            fit.likes = _tensors_in(target.state_dict())
+            self.likes = _tensors_in(target.state_dict())
         if not isinstance(target, Module):
-            for path, value in leaves(fit.entry):
+            for path, value in leaves(self.entry):
                 if type(value) is ShardedValue:
-                    fit._check_place(path)
-        yield fit
+                    self._check_place(path)
+        yield self
 
     @property
     def name(self) -> str:

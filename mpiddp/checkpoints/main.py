@@ -26,8 +26,7 @@ from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import BrokenCheckpoint, hold, step_of
 from mpiddp.checkpoints.place import Place
-from mpiddp.checkpoints.retention import prune
-from mpiddp.checkpoints.wishes import PINS, REWIND
+from mpiddp.checkpoints.retention import PINS, REWIND, prune
 from mpiddp.errors import UserError, named_by, print_error
 from mpiddp.text import listed, size_text
 
@@ -132,7 +131,7 @@ def _mark(path: str, place: Place, verb: str, step: int) -> int:
 
 
 def _export(path: str, out: Path, to: str) -> int:
-    from mpiddp.checkpoints.export import export  # needs torch
+    from mpiddp.checkpoints.load import export  # needs torch
 
     for ending in (signal.SIGTERM, signal.SIGHUP):  # a part of the export must not remain
         if signal.getsignal(ending) is signal.SIG_DFL:  # not under nohup

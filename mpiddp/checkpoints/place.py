@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.wishes import WISHES, Wishes, pinned_in, read_file
+from mpiddp.checkpoints.retention import WISHES, Wishes, pinned_in, read_file
 from mpiddp.errors import UserError
 
 if TYPE_CHECKING:

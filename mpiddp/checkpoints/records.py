@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.wishes import (
+from mpiddp.checkpoints.retention import (
     METRICS,
     WISHES,
     Wishes,
-    is_score,
     read_file,
     records_in,
     scores_in,
@@ -97,7 +96,7 @@ class RunRecords:
             return
         plain = {name: _plain(name, number_of(value)) for name, value in values.items()}
         record = {"step": step, **plain}
-        if is_score(score := record.get(self._metric, "")):
+        if type(score := record.get(self._metric, "")) in (int, float):
             self.scores[step] = score
         try:
             _append(self.dir.metrics, record)

@@ -19,10 +19,10 @@ from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.contents import read
 from mpiddp.checkpoints.folder import BrokenCheckpoint, Entry, hold, name_of_step
 from mpiddp.checkpoints.resumed import Resumed
+from mpiddp.checkpoints.retention import REWIND, pinned_in, read_file
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, send_files
 from mpiddp.checkpoints.tensor_files import reason_of
-from mpiddp.checkpoints.wishes import REWIND, pinned_in, read_file
 from mpiddp.errors import JobFailed, UserError, named_by
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.rank_log import log
@@ -68,7 +68,12 @@ def resume(run: Run) -> Resumed | None:
     log.info(f"resuming from {from_here(chosen[0].path)}{where}: step {resumed.step}")
     with run.together(), named_by("cannot rename"):
         if run.is_writer:
-            set_later_ones_aside(run, resumed.step)
+            for folder in folders.list_steps(run.dir.checkpoints):  # or a restart would resume them
+                if folders.step_of(folder) > resumed.step:
+                    aside = folders.set_aside(folder).name
+                    log.info(f"renamed to {aside}: its step is not before that of the resume")
+            if run.bucket:
+                run.bucket.set_aside(resumed.step)
             if step >= 0:  # done; a kill before this line only repeats it
                 (run.dir.path / REWIND).unlink(missing_ok=True)
                 if run.bucket:
@@ -240,13 +245,3 @@ def require_same_run(run: Run, chosen: Copy, resumed: Resumed) -> None:
             f"{path} was made with another config: {'; '.join(different)}. "
             "Use the same config, or name another folder."
         )
-
-
-def set_later_ones_aside(run: Run, step: int) -> None:
-    """Rename the checkpoints of later steps. Otherwise a restart would resume from the newest of them."""
-    for folder in folders.list_steps(run.dir.checkpoints):
-        if folders.step_of(folder) > step:
-            aside = folders.set_aside(folder).name
-            log.info(f"renamed to {aside}: its step is not before that of the resume")
-    if run.bucket:
-        run.bucket.set_aside(step)

@@ -1,20 +1,103 @@
-"""Which checkpoints of a run are removed, and which are set aside.
+"""Which checkpoints of a run are kept, as its folder says it to every process, host and bucket.
 
-    prune(root, Wishes.read(run), is_good=is_verified)
-
-A reader holds a checkpoint by a lock of its file COMPLETE, which ends with its process.
+wishes.json             keep, keep_every and best of its script, and the scores by which one is the best
+pins/step_00001000      no run removes this checkpoint, by `mpiddp checkpoints pin`
+REWIND                  the step of the next resume, by `mpiddp checkpoints rewind`
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.folder import COMPLETE, step_of
-from mpiddp.checkpoints.wishes import Wishes
+from mpiddp.checkpoints.folder import COMPLETE, step_of, steps_among
+from mpiddp.files import replace_file
+
+WISHES, PINS, REWIND, METRICS = "wishes.json", "pins", "REWIND", "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Which checkpoints of a run are kept.
+
+    Attributes:
+        keep: number of the newest verified checkpoints, and of checkpoints that are set aside.
+        keep_every: steps: the first checkpoint at or after each multiple stays.
+        best: a metric, and "min" or "max": the checkpoint whose step has its best value stays.
+        scores: by step, the values of this metric.
+        pins: the steps of pinned checkpoints.
+    """
+
+    keep: int = 2
+    keep_every: int | None = None
+    best: Sequence[str] | None = None
+    scores: Mapping[int, float] = field(default_factory=dict)
+    pins: Collection[int] = ()
+
+    @classmethod
+    def parse(cls, content: bytes, pins: Collection[int]) -> Wishes:
+        """Those of wishes.json; the defaults if it is missing, or if another program has written it."""
+        try:
+            table = json.loads(content)
+            scores = {int(step): float(score) for step, score in table.pop("scores").items()}
+            return cls(**table, scores=scores, pins=pins)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            return cls(pins=pins)
+
+    def write(self, run: Path) -> None:
+        """Write them into a run's folder, without the pins, which are files of their own. Raises OSError."""
+        table = {name: value for name, value in asdict(self).items() if name != "pins"}
+        replace_file(run / WISHES, json.dumps(table).encode())
+
+    def best_step(self, steps: Collection[int]) -> int | None:
+        """The one of these steps with the best score; None if none has a score."""
+        scored = [step for step in steps if step in self.scores]
+        if self.best is None or not scored:
+            return None
+        sign = 1 if self.best[1] == "min" else -1
+        return min(scored, key=lambda step: sign * self.scores[step])
+
+    def spared(self, steps: Collection[int]) -> set[int]:
+        """The steps that stay although newer ones are verified."""
+        best = self.best_step(steps)
+        spared = {*self.pins} if best is None else {*self.pins, best}
+        if self.keep_every is not None:
+            first = {step // self.keep_every: step for step in sorted(steps, reverse=True)}
+            spared |= {step for multiple, step in first.items() if multiple > 0}
+        return spared
+
+
+def pinned_in(run: Path) -> set[int]:
+    """The steps of the checkpoints that are pinned in a run's folder."""
+    folder = run / PINS
+    return {step_of(pin) for pin in steps_among(folder.iterdir() if folder.is_dir() else ())}
+
+
+def read_file(run: Path, name: str) -> bytes:
+    """The contents of a small file of a run's folder, b"" if it is missing. Raises OSError."""
+    return (run / name).read_bytes() if (run / name).exists() else b""
+
+
+def scores_in(path: Path, metric: str) -> dict[int, float]:
+    """By step, the values of a metric in a file of `mpiddp.log_metrics`. Raises OSError."""
+    scored = [
+        r for r in records_in(path) if {type(r.get("step")), type(r.get(metric))} <= {int, float}
+    ]
+    return {record["step"]: record[metric] for record in scored}
+
+
+def records_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of JSON. A line that a full disk has cut is left out. Raises OSError."""
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 def surplus(

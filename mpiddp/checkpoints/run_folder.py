@@ -25,7 +25,7 @@ from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.bucket import Bucket
 from mpiddp.checkpoints.folder import NO_LOCKS
 from mpiddp.checkpoints.records import RunDir, RunRecords
-from mpiddp.checkpoints.wishes import Wishes, pinned_in
+from mpiddp.checkpoints.retention import Wishes, pinned_in
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.files import WRITE_LOCK
 from mpiddp.protocol.variables import RUN_DIR, is_restart

@@ -31,12 +31,11 @@ from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.agreement import Union, is_of_each_rank
 from mpiddp.checkpoints.boxes import Copies, boxes_of
 from mpiddp.checkpoints.contents import rng_states
-from mpiddp.checkpoints.retention import prune
+from mpiddp.checkpoints.retention import pinned_in, prune
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.state import FlatState, is_sharded
 from mpiddp.checkpoints.tensor_files import packed, reason_of
-from mpiddp.checkpoints.wishes import pinned_in
 from mpiddp.errors import JobFailed, NoAnswer, UserError
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost
@@ -260,8 +259,7 @@ class Save:
         if run.ring is not None and self.has_shards:  # the next host keeps a copy of them
             send = partial(send_files, self.shards, run.rank, run.ring, self.new.path)
             self._on_all_ranks("copied", send)
-        for pins in self._on_all_ranks("published", self._publish):
-            run.pins.update(pins)
+        self._on_all_ranks("published", self._publish)
 
     def _on_all_ranks(self, part: str, work: Callable[[], Any]) -> list[Any]:
         """Run the work on each rank, and return the results of all ranks. If one fails, all raise.
@@ -308,14 +306,11 @@ class Save:
             shard = [(folder / file).stat().st_size, self.hashes[file]]
         return [shard, self.copies.not_finite() if run.options.is_guarded else ""]
 
-    def _publish(self) -> list[int]:
-        """Complete the checkpoint, and give it its name, on the one rank of each file system that does so.
-
-        Returns the pins there.
-        """
+    def _publish(self) -> None:
+        """Complete the checkpoint, and give it its name, on the one rank of each file system that does so."""
         run, folder = self.run, self.new.path
         if not run.is_writer:
-            return []
+            return
         self.about.write(folder)
         for shard in self.shards:
             if run.rank in (run.writer_of[rank] for rank in (shard.source, *shard.receivers)):
@@ -328,7 +323,6 @@ class Save:
             (folder / folders.INDEX).write_text(json.dumps(index), encoding="utf-8")
         self.new.seal(self.hashes)
         self.new.publish()
-        return sorted(pinned_in(run.dir.path))
 
     def _prune(self) -> None:
         """Remove what no wish keeps. Nothing else removes a checkpoint, but a person."""
