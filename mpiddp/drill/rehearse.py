@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -164,19 +165,14 @@ class Drill:
                     _end_leftover(records, wait_s=0.0)
                     launcher.kill()
                 _end_leftover(records, _END_S)
-        return Ended(code, _error(report) or _last_line(errors))
+        return Ended(code, _error(report, errors))
 
 
-def _error(report: Path) -> str:
-    """The launcher's verdict on the job; "" if the job was refused before it started."""
-    try:
-        facts = json.loads(report.read_bytes())
-    except FileNotFoundError:
-        return ""
-    return facts["error"] or ""
-
-
-def _last_line(errors: Path) -> str:
+def _error(report: Path, errors: Path) -> str:
+    """The launcher's verdict on the job, or its last line if the job was refused before it started."""
+    with suppress(FileNotFoundError):
+        if error := json.loads(report.read_bytes())["error"]:
+            return str(error)
     lines = filter(str.strip, errors.read_text("utf-8", errors="replace").splitlines())
     sentences = (line for line in lines if not line.startswith(FIX))
     return [*sentences, "it printed no error"][-2:][0].removeprefix("mpiddp: ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from contextlib import suppress
 
 from mpiddp.arguments import whole
@@ -40,7 +39,7 @@ def stop(argv: list[str]) -> int:
     purpose = (
         "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
     )
-    parser = job_parser("stop", purpose, "the only one that runs, once you confirm")
+    parser = job_parser("stop", purpose, "none; the only one that runs is named")
     name = parser.parse_args(argv).job
     try:
         job = find_job(name)
@@ -48,13 +47,7 @@ def stop(argv: list[str]) -> int:
         print(ended)
         return DONE
     if name is None:  # a stop ends hours of work, and the only job may be another terminal's
-        if not sys.stdin.isatty():
-            raise UserError(
-                f"mpiddp stop asks at a terminal alone. Name the job: mpiddp stop {job.pid}"
-            )
-        print(f"stop job {job.title}? [y/N] ", end="", flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            return DONE
+        raise UserError(f"mpiddp stop: job {job.title} runs.", fix=f"mpiddp stop {job.pid}")
     if not job.pid:
         raise UserError(f"job {job.title} runs in another container. Stop it there.")
     with suppress(ProcessLookupError), opened(job.pid) as send:

@@ -342,13 +342,11 @@ def test_a_job_is_watched_and_stopped(here):
     # A rank's last line.
     assert any(re.search(r"step \d*[05]0$", line) for line in view("top", pid))
 
-    # Without a name, it asks at a terminal, and refuses elsewhere.
+    # Without a name, it stops nothing.
     stop = (sys.executable, here.script(STOPS_THE_ONLY_JOB, "stops_the_only_job.py"), pid)
-    refusal = f"mpiddp stop asks at a terminal alone. Name the job: mpiddp stop {pid}"
-    assert here.run(*stop, env=env).said == [refusal]
-    with in_a_terminal(*stop, cwd=here.folder, **env) as asks:
-        asks.until(rf"stop job {pid} \(one_fails\.py\)\? \[y/N\] ").types("n\n")
-        assert asks.wait() == 0
+    refused = here.run(*stop, env=env).assert_code(2)
+    assert refused.said[0] == f"mpiddp stop: job {pid} (one_fails.py) runs."
+    assert refused.stderr.endswith(f"  fix: mpiddp stop {pid}\n")
 
     with in_a_terminal(*TOP, pid, cwd=here.folder, **env) as shown:
         shown.until("running")
