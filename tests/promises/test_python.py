@@ -21,13 +21,13 @@ HYBRID = str(ROOT / "examples/hybrid.py")
 
 
 def spawns(place: Place, how: str) -> list[str]:
-    """The command of a script that calls mpiddp.spawn. Of the hosts, only node0 has its file."""
+    """The command of a script that calls mpiddp.spawn. Only node0 has its file, and both have its module."""
     if isinstance(place, Here):
         return ["python", program("spawns.py"), "localhost:2", how]
     assert isinstance(place, Hosts)
     home = place["node0"].home()
-    for name in ("spawns.py", "spawned.py"):
-        shutil.copy(program(name), place["node0"].path(f"{home}/{name}"))
+    for host, name in (("node0", "spawns.py"), ("node0", "spawned.py"), ("node1", "spawned.py")):
+        shutil.copy(program(name), place[host].path(f"{home}/{name}"))
     return ["python", f"{home}/spawns.py", "node1:1,node0:1", how]
 
 
