@@ -44,7 +44,6 @@ class AtImport:
 
     def _surround(self, loader: object) -> None:
         """Let this loader enter and leave. It belongs to this import alone."""
-        names = self.names
         create, run = loader.create_module, loader.exec_module  # type: ignore[attr-defined]
         stack = ExitStack()
 
@@ -56,13 +55,9 @@ class AtImport:
 
         def exec_module(module: ModuleType) -> None:
             del loader.create_module, loader.exec_module  # type: ignore[attr-defined]
-            try:
-                with stack:
-                    for _ in _steps(run, module):
-                        pass
-            except BaseException:
-                self.names = names  # the script may import it again
-                raise
+            with stack:
+                for _ in _steps(run, module):
+                    pass
 
         loader.create_module, loader.exec_module = create_module, exec_module  # type: ignore[attr-defined]
 

@@ -24,7 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from mpiddp.errors import STOPPED, aid
-from mpiddp.protocol.channel import CHUNK, SPARE_NAME
+from mpiddp.protocol.channel import SPARE_NAME
 from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
@@ -143,7 +143,6 @@ def _begin(session: Session, control: socket.socket) -> None:
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env = facts["variables"]
-    session.rank = int(env["RANK"])
     os.environ.update(env)
     variables, modules = dict(os.environ), {*sys.modules}
     if JOB in os.environ:
@@ -223,12 +222,10 @@ def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[No
 
 def _message_of_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
     """The agent's next message, and the sockets that come with it."""
-    line, files, _, _ = socket.recv_fds(control, 1, 2)
-    while not line.endswith(b"\n"):  # and read no byte of the next one
-        rest = control.recv(CHUNK, socket.MSG_PEEK)
-        if not rest:
-            os._exit(1)
-        line += control.recv(rest.find(b"\n") + 1 or len(rest))
+    first, files, _, _ = socket.recv_fds(control, 1, 2)
+    line = first + control.makefile("rb").readline()
+    if not line.endswith(b"\n"):
+        os._exit(1)
     facts: dict[str, Any] = json.loads(line)
     return facts, [out_of_the_way(socket.socket(fileno=file)) for file in files]
 

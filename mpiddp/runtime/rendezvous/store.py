@@ -98,9 +98,7 @@ class StoreOfJob:
         try:
             self._files[0].listen(_BACKLOG)
             self._starts.send(b"!")
-        except (
-            OSError
-        ) as error:  # another process serves it already, or the script has closed all files
+        except OSError as error:  # another process serves it, or the script has closed all files
             return error.errno == errno.EADDRINUSE
         return True
 

@@ -47,11 +47,7 @@ def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
     one = list(_digests(begin, steps))
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second run
     other = list(_digests(begin, steps))
-    shorter = min(len(one), len(other))
-    differing = [place for place in range(shorter) if one[place] != other[place]]
-    if len(one) != len(other):  # one run has made fewer steps
-        differing.append(shorter)
-        one += other[shorter:]
+    differing = [place for place, digest in enumerate(one) if digest != other[place]]
     first = differing[0] if differing else len(one)
     firsts, rank = [first], 0
     if dist.is_initialized():
