@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -21,41 +22,11 @@ OURS: tuple[str, ...] = ("-P", "-m", "mpiddp")
 if sys.version_info < (3, 11):
     OURS = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
 
-# The help of a verb begins with its examples. The modules of launch and train have theirs.
-_EXAMPLES = """\
-  mpirun -np 2 python -m mpiddp run train.py --lr 0.1
-  srun --ntasks-per-node 8 python -m mpiddp run -m my.training
-  mpiddp ps
-  watch mpiddp ps
-  mpiddp top
-  mpiddp top train.py --once
-  mpiddp stacks
-  mpiddp stacks train.py --rank 3
-  mpiddp stop
-  mpiddp stop train.py
-  mpiddp logs -f
-  mpiddp logs train-1 > train.log
-  mpiddp wait
-  mpiddp wait train-1 && mpiddp launch --detach next.py
-  mpiddp hosts push hosts.txt
-  mpiddp hosts run hosts.txt -- nvidia-smi -L
-  mpiddp doctor hosts.txt
-  mpiddp doctor -H node1,node2 --script train.py
-  mpiddp explain train.log
-  mpiddp explain nccl-timeout
-  mpiddp checkpoints list runs/a
-  mpiddp checkpoints export runs/a whole
-  mpiddp drill -n 2 train.py --epochs 2 --out {out}
-  mpiddp drill --only kill,sigterm -n 2 train.py --out {out}
-  mpiddp bench allreduce hosts.txt
-  mpiddp bench scaling -H node1:8,node2:8 train.py --out {out}"""
-
 
 def examples(prog: str) -> str:
-    """The examples of `mpiddp VERB`, or of a verb of it; "" if there are none."""
-    return "\n".join(
-        line for line in _EXAMPLES.split("\n") if f"{prog} " in f"{line} ".partition("&&")[0]
-    )
+    """The examples of `mpiddp VERB`, or of a verb of it, with which its help begins; "" if there are none."""
+    lines = Path(__file__).with_name("examples.txt").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if f"{prog} " in f"{line} ".partition("&&")[0])
 
 
 class OneSentenceParser(argparse.ArgumentParser):

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, duration, shell_command, shell_words, whole
@@ -239,49 +240,17 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
     return actions
 
 
-# Options that users of other launchers type, and the words that do the same here (docs/migration.md).
-_ELSEWHERE = {
-    "--nnodes|--num-machines": "the list of hosts says it: -H node1:8,node2:8",
-    "--(node|machine)-rank": "one mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
-    "--rdzv-.*": "leave it out: rank 0 binds a free port and announces it",
-    "--master-port": "leave it out: rank 0 binds a free port; the variable MASTER_PORT names one",
-    "--num-processes|--nproc": "-n N",
-    "--(num-)?gpus": "the slots of a host are its GPUs: -H node1:8",
-    "--env": "-x NAME=VALUE",
-    "--tee|--redirects|-[rt]": "--log-dir DIR --log-ranks 0,5",
-    "--local-ranks-filter": "--log-ranks 0,5",
-    "--numa-binding": "--bind numa",
-    "--module": "-m MODULE",
-    "--(role|monitor-interval|start-method|local-addr|run-path|signals-to-handle)": "leave it out",
-    "--allow-run-as-root": "leave it out",
-    "--map-by": "ranks fill the slots of the hosts in order; an option of mpirun: --mpi-args='--map-by …'",
-    "--bind-to": "--bind core, or leave it out for none",
-    "--oversubscribe": "write the number of ranks as the slots of a host: -H localhost:4",
-    "--mca": "--mpi-args='--mca NAME VALUE'",
-    "--no-python": "write -- before the command",
-    "-[bBdEIOPRsSuWX].*": "for options of python: mpiddp launch … -- python -O train.py",
-    "--local": "-H localhost",
-}
-
-_EXAMPLES = """\
-  mpiddp launch -n 2 train.py --lr 0.1               two ranks on this machine
-  mpiddp launch -H node1:8,node2:8 train.py          16 ranks, over ssh
-  mpiddp launch --hostfile hosts.txt -m my.training  a module
-  mpiddp launch --dry-run -H node1:8 -- ./program    what a command would run"""
-
-
 def option_parser() -> argparse.ArgumentParser:
     """The parser. The value `module` or `script` is the command line of the job."""
     parser = OneSentenceParser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
-        description=_EXAMPLES,
         epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 interrupted.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
     )
-    parser.elsewhere = _ELSEWHERE
+    rows = Path(__file__).with_name("elsewhere.txt").read_text(encoding="utf-8").splitlines()[1:]
+    parser.elsewhere = dict(row.split("  ", 1) for row in rows)
     add_help(parser)
     add_options(parser)
     parser.add_argument(
