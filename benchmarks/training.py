@@ -125,7 +125,7 @@ class Clock:
 def time_runner(job: Job) -> Result:
     """The figures of a training with its records and without its saves. A collective."""
     training = build(job)
-    training.records.begin(0)
+    training.begin(0)
     clock = Clock(job.device)
     for step in training.steps(0):
         mpiddp.should_stop()

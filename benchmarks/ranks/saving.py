@@ -25,7 +25,7 @@ def main() -> None:
     with synthetic_job(sys.argv[2:], num_steps) as job:
         root = Path(gathered(tempfile.mkdtemp(dir=options.folder))[0])
         training = build(job, root)
-        training.records.begin(0)
+        training.begin(0)
         steps = training.steps(0)
         checkpoints = open_checkpoints(training)
         checkpoints.resume()

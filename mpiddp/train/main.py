@@ -113,6 +113,13 @@ COMMON = (  # of --help; --help-all has every option
     *("arch", "weights", "dataset", "data_dir", "use_syn", "batch_size", "global_batch_size"),
     *("epochs", "lr", "optimizer", "amp", "parallel", "out", "resume", "save_every"),
 )
+# The part of the peak rate after this part of the steps that follow the warm-up.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "one-cycle": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,  # Loshchilov & Hutter 2016
+    "step": lambda progress: 0.1 ** sum(progress >= mark for mark in (1 / 2, 3 / 4, 7 / 8)),
+    "constant": lambda progress: 1.0,
+}
 _POSITIVE, _FRACTION, _SWITCH = number(1e-12), number(0, 1), "store_true"
 NAMES = tuple(ARCHS)
 
@@ -145,7 +152,7 @@ class Config(Recipe):
     lr: float = option("peak; that of sgd is for 256 images, and scales with the batch (default: 0.4, of "
                        "whitened_resnet8 0.25, of adamw 1e-3)", type=_POSITIVE)
     schedule: str = option("learning rate (default: one-cycle)",
-                           choices=("one-cycle", "cosine", "step", "constant"), default="one-cycle")
+                           choices=tuple(SCHEDULES), default="one-cycle")
     optimizer: str = option("(default: muon for whitened_resnet8, else sgd)",
                             choices=("sgd", "adamw", "muon"))
     momentum: float = option("Nesterov's (default: 0.9)", type=_FRACTION, default=0.9)
@@ -329,6 +336,8 @@ class Trainer(Training):
 
     def __init__(self, config: Config, data: Data, world: mpiddp.World, out: Path) -> None:
         self.config, self.out = config, out
+        # What the same command also needs to resume this run.
+        self.resume_args = [] if config.out else ["--out", str(out)]
         self.average: dict[str, Tensor] = {}  # of the model's state_dict, once it has begun
         images = data.train.num_images
         if images < config.global_batch_size:
@@ -343,7 +352,10 @@ class Trainer(Training):
             self.scored = torch.compile(self.model)  # type: ignore[assignment]
         self.log_every = config.log_every
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
-        self.records = Records(self)
+        self._laps: list[float] = []  # the seconds of steps, since they were last read
+        self._recent: list[float] = []  # and since the last report
+        self._by_side: dict[int, list[float]] = {}  # and all of them, by the side of their images
+        self._started_at = time.monotonic()
 
     def seed(self) -> None:
         super().seed()
@@ -384,25 +396,10 @@ class Trainer(Training):
     # --- a step ---
 
     def schedule(self, progress: float) -> float:
-        """ "one-cycle" falls along a line, "cosine" to zero along half a cosine (Loshchilov & Hutter 2016).
-
-        "step" divides by 10 at 1/2, 3/4 and 7/8 of the steps after the warm-up, and "constant" stays.
-        """
-        name = self.config.schedule
-        if name == "one-cycle":
-            return super().schedule(progress)
-        if name == "cosine":
-            return (1 + math.cos(math.pi * progress)) / 2
-        if name == "step":
-            return float(0.1 ** sum(progress >= mark for mark in (1 / 2, 3 / 4, 7 / 8)))
-        return 1.0
+        return SCHEDULES[self.config.schedule](progress)
 
     def loss(self, images: Tensor, labels: Tensor, step: int) -> Tensor:
-        """With --mixup, each image is mixed with its neighbour in the batch, and so is the loss.
-
-        Zhang et al., "mixup" (2017), as in torchvision's references. All ranks mix by the same draw, which
-        depends on the step.
-        """
+        """With --mixup, an image is mixed with its neighbour, by one draw for all ranks (Zhang 2017)."""
         if not self.config.mixup:
             return super().loss(images, labels, step)
         smoothing = self.config.label_smoothing
@@ -468,23 +465,34 @@ class Trainer(Training):
     def run(self, checkpoints: mpiddp.Checkpoints) -> int:
         code = super().run(checkpoints)
         if code == STOPPED:
-            arguments = shlex.join(resume_args(self.config, self.out))
+            arguments = shlex.join(self.resume_args)
             command = f"the same command{' with ' if arguments else ''}{arguments}"
-            log.info(f"stopped at step {self.records.step}. To resume, run {command}.")
+            log.info(f"stopped at step {self.step}. To resume, run {command}.")
             return code
-        if self.records.score is None and self.data.test is not None:  # resumed after the last step
-            self.records.score = self.evaluate(self.data.test, views=self.config.views)
-        self.records.end()
+        if self.last_score is None and self.data.test is not None:  # resumed after the last step
+            self.last_score = self.evaluate(self.data.test, views=self.config.views)
+        self.end()
         return code
 
     def should_stop(self, made: Step) -> bool:
         return mpiddp.should_stop() or made.number == self.config.stop_at_step
 
     def report(self, made: Step) -> None:
-        self.records.add(made)
-        before = self.train_loss
+        now, number, before = time.perf_counter(), made.number - self._first, self.train_loss
+        self._laps.append(now - self._began)
+        self._began = now
+        if (
+            number == STARTUP_STEPS + 1
+        ):  # the first steps are slow, and count if there are no others
+            self._read_clock(made.side)
+            self._by_side = {made.side: self._by_side[made.side][-1:]}
+        if number == 2 * STARTUP_STEPS:
+            self._read_clock(made.side)
+            left = duration(self.seconds_left(made.number))
+            log.info(f"{self.num_steps - made.number:,} steps to come, in about {left}")
         super().report(made)
-        if math.isnan((self.train_loss or 0.0) * 0.0) and math.isfinite(before or 0.0):
+        turns_bad = math.isfinite(before or 0.0) and not math.isfinite(self.train_loss or 0.0)
+        if turns_bad and self.world.rank == 0:
             log.warning(
                 f"warning: the loss is {self.train_loss} at step {made.number}. Stop the run, and start it "
                 "again with a lower --lr or --clip-grad-norm: it resumes from its newest checkpoint."
@@ -493,21 +501,53 @@ class Trainer(Training):
             self.check_divergence(made.number)
 
     def step_time(self, made: Step) -> float:
-        return self.records.step_time(made)
+        self._read_clock(made.side)
+        recent, self._recent = self._recent, []
+        return mean(recent)
+
+    def _read_clock(self, side: int) -> None:
+        """Read the times of the steps since the last call, whose images have this side.
+
+        A GPU computes later than its host asks, so only the mean of such steps is known.
+        """
+        laps, self._laps = self._laps, []
+        if laps and self.device.type == "cuda":
+            torch.cuda.synchronize()
+            laps[-1] += time.perf_counter() - self._began
+            laps = [mean(laps)] * len(laps)
+        self._by_side.setdefault(side, []).extend(laps)
+        self._recent += laps
+        self._began = time.perf_counter()
 
     def left(self, made: Step) -> str:
-        return f"  {duration(self.records.seconds_left(made.number))} left"
+        return f"  {duration(self.seconds_left(made.number))} left"
+
+    def seconds_left(self, step: int) -> float:
+        """About how long the rest takes after this step."""
+        step_s = {side: mean(seconds) for side, seconds in self._by_side.items() if seconds}
+        largest, size, epochs = max(step_s), self.data.image_size, self.recipe.epochs
+
+        def seconds_of(side: int) -> float:
+            pixels = (side**2 + FIXED_PIXELS) / (largest**2 + FIXED_PIXELS)
+            return step_s.get(side, step_s[largest] * pixels)
+
+        # An evaluation has no backward pass, and takes about a third of the time of steps.
+        num_tested = self.data.test.num_images if self.data.test is not None else 0
+        score_s = num_tested / self.global_batch_size / 3 * seconds_of(size)
+        left_s = 0.0
+        for epoch in range(epochs):
+            end = (epoch + 1) * self.length
+            left_s += min(self.length, max(0, end - step)) * seconds_of(self.side(epoch))
+            views = self.recipe.views if epoch == epochs - 1 else 1
+            left_s += score_s * views * (end > step and self.is_scored(epoch))
+        return left_s
 
     def check_divergence(self, step: int) -> None:
         """End the job if the ranks' bits differ. Before a save: then a restart resumes from equal ranks."""
-        with self.records.paused(), mpiddp.together():  # the ranks with other shards end, too
+        with mpiddp.together():  # the ranks with other shards end, too
             same = parallel.ranks_with_same_shards(self.model)
             mpiddp.check_divergence(self.model, self.optimizer, step=step, group=same)
-
-    def score(self, made: Step) -> Score:
-        with self.records.paused():
-            self.records.score = super().score(made)
-        return self.records.score
+        self._began = time.perf_counter()
 
     def changed_to_score(self) -> Mapping[str, Tensor]:
         return self.average or super().changed_to_score()
@@ -515,9 +555,7 @@ class Trainer(Training):
     def evaluate(self, dataset: Dataset, *, views: int = 1) -> Score:
         score = super().evaluate(dataset, views=views)
         for module in self.model.modules():
-            if parallel.is_sharded(
-                module
-            ):  # free the parameters that only a backward pass would free
+            if parallel.is_sharded(module):  # free what only a backward pass would free
                 module.reshard()  # type: ignore[operator]
         return score
 
@@ -527,14 +565,14 @@ class Trainer(Training):
         interval = self.config.check_divergence
         if interval and step % interval:
             self.check_divergence(step)
-        with self.records.paused():
-            super().save(checkpoints, step)
+        super().save(checkpoints, step)
+        self._began = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
-        average = (
-            {"ema": parallel.mean_statistics(self.average, self.model)} if self.average else {}
-        )
-        return {**super().state(), "scaler": self.scaler.state_dict(), **average}
+        state = {**super().state(), "scaler": self.scaler.state_dict()}
+        if self.average:
+            state["ema"] = parallel.mean_statistics(self.average, self.model)
+        return state
 
     def state_of_rank(self) -> dict[str, Any]:
         names = parallel.statistics_of(self.model) if self.average else ()
@@ -554,8 +592,20 @@ class Trainer(Training):
                 self.load_weights(weights)
         if checkpoints.is_writer:
             save_json(self.out / "config.json", vars(self.config))
-        step = saved.step if saved else 0
-        self.records.begin(step)
+        return self.begin(saved.step if saved else 0)
+
+    def begin(self, step: int) -> int:
+        """Begin to train after this step, which it returns."""
+        config, world = self.config, self.world
+        ranks, hosts = counted(world.world_size, "rank"), counted(world.num_nodes or 1, "host")
+        log.info(
+            f"{ranks} on {hosts} over {world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) "
+            f"on {self.data.name}, amp {config.amp}, global batch {config.global_batch_size}, "
+            f"--lr {config.lr:g}"
+        )
+        if config.compile == "on":
+            log.info("compiling the model takes a minute; --compile off trains without a delay")
+        self._first, self._began = step, time.perf_counter()
         return step
 
     def load(self, saved: mpiddp.Resumed) -> None:
@@ -582,6 +632,46 @@ class Trainer(Training):
             )
         # It logs the tensors that have another shape.
         saved.load_into(strict=False, **{name: self.model})
+
+    # --- the summary ---
+
+    def end(self) -> None:
+        """Write summary.json, and print it as a table. A collective."""
+        summary = self._summary()
+        if self.world.rank == 0:
+            file = mpiddp.run_dir() / "summary.json"
+            # If the resume had no step left, the summary that the run has written before is still true.
+            if summary["train_loss"] is None and steps_in(file) == self.step:
+                file.touch()
+            else:
+                save_json(file, summary)
+            log.info(f"\n{table(summary, self.config)}\n{mpiddp.run_dir()}")
+
+    def _summary(self) -> dict[str, Any]:
+        config, world, data, score = self.config, self.world, self.data, self.last_score
+        # There is no time of a step if the run has resumed after its last step.
+        times, whole = [*chain(*self._by_side.values())], self._by_side.get(data.image_size)
+        middle, high = np.percentile(whole, (50, 95)).tolist() if whole else (None, None)
+        return {
+            "dataset": data.name,
+            "arch": config.arch,
+            "num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "world_size": world.world_size,
+            "num_nodes": world.num_nodes,
+            "hosts": dict(Counter(gathered(world.hostname))),
+            "global_batch_size": config.global_batch_size,
+            "epochs": config.epochs,
+            "steps": self.step,
+            "train_loss": self.train_loss,
+            "test_accuracy": score and score.accuracy,
+            "accuracy_of_views": score.accuracy_of_views if score and config.views > 1 else None,
+            "test_images": None if data.test is None else data.test.num_images,
+            "parallel": config.parallel,
+            "images_per_s": config.global_batch_size / mean(times) if times else None,
+            "step_time_p50_s": middle,
+            "step_time_p95_s": high,
+            "wall_s": time.monotonic() - self._started_at,
+        }
 
 
 def stride_as_gradients(model: nn.Module) -> None:
@@ -617,23 +707,20 @@ def say_skipped() -> Callable[[str], None]:
 
 def data_dir(config: Config) -> Path:
     """The folder of the data set. Raises UserError if the user has named one that does not exist."""
-    if config.data_dir and not config.use_syn and not Path(config.data_dir).is_dir():
+    if config.use_syn or config.data_dir is None:
+        return Path() if config.use_syn else datasets.default_folder()
+    if not Path(config.data_dir).is_dir():
         where = f"{config.data_dir} is not a folder (looked in {Path.cwd()})."
         raise mpiddp.UserError(f"--data-dir {where}")
-    return (
-        Path(config.data_dir or "")
-        if config.data_dir or config.use_syn
-        else datasets.default_folder()
-    )
+    return Path(config.data_dir)
 
 
 def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
     """Open the data set, or random images in its shape. A collective. Raises UserError or JobFailed."""
     skips = say_skipped() if config.skip_bad_images else None
     how = config.image_size, config.max_shift, config.num_workers, skips
-    opening, random_batch = datasets.Opening(config.seed, *how), config.batch_size * config.use_syn
-    source = DATASETS[config.dataset]
-    data = datasets.open_data(source, folder, world, opening, random_batch=random_batch)
+    opening, batch = datasets.Opening(config.seed, *how), config.batch_size * config.use_syn
+    data = datasets.open_data(DATASETS[config.dataset], folder, world, opening, random_batch=batch)
     return replace(data, name=f"synthetic {config.dataset}") if config.use_syn else data
 
 
@@ -656,18 +743,21 @@ def main(argv: list[str] | None = None) -> int:
         with mpiddp.together():
             check_ranks(config, data, world)
         if config.check_determinism:
-            number_of_tensors = mpiddp.check_determinism(
-                partial(first_steps, config, data, world), steps=config.check_determinism
-            )
+
+            def begin() -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]:
+                fresh = Trainer(config, data, world, out)
+                return fresh.model, fresh.optimizer, (made.loss_sum for made in fresh.steps(0))
+
+            tensors = mpiddp.check_determinism(begin, steps=config.check_determinism)
             log.info(
                 f"two runs of {config.check_determinism} steps from the same start are equal bit for bit on "
-                f"{counted(world.world_size, 'rank')}, in each of {number_of_tensors} tensors of a step."
+                f"{counted(world.world_size, 'rank')}, in each of {tensors} tensors of a step."
             )
             return DONE
         try:
             training = Trainer(config, data, world, out)
             mpiddp.announce(  # what the launcher needs to restart this run, on fewer hosts too
-                resume_args=resume_args(config, out),
+                resume_args=training.resume_args,
                 global_batch_size=config.global_batch_size,
                 max_ranks=max(world.world_size, config.global_batch_size // IMAGES_PER_PASS),
             )
@@ -714,26 +804,16 @@ def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> N
 
 def data_of_run(out: Path, config: Config, data: Data) -> str:
     """The data that the run began with, because --skip-bad-images lets images be removed. For rank 0."""
-    for folder in (out, Path(config.resume)) if config.skip_bad_images else ():
-        try:
-            before = str(mpiddp.load(folder).config["data"])
-        except (mpiddp.UserError, KeyError):  # no checkpoint, or Checkpoints will refuse it
-            continue
-        if before != data.contents:
-            log.info(
-                f"the run began with other data: {before}, now {data.contents}. The images come in another "
-                "order from here on."
-            )
-        return before
+    if config.skip_bad_images:
+        with contextlib.suppress(
+            mpiddp.UserError, KeyError
+        ):  # no checkpoint, or one of another program
+            before = str(mpiddp.load(out).config["data"])
+            if before != data.contents:
+                told = f"the run began with other data: {before}, now {data.contents}."
+                log.info(f"{told} The images come in another order from here on.")
+            return before
     return data.contents
-
-
-def resume_args(config: Config, out: Path) -> list[str]:
-    """The options that the same command also needs to resume this run, which writes to `out`.
-
-    A --resume that names another run counts until this run has a checkpoint, so it stays.
-    """
-    return [] if config.out else ["--out", str(out)]
 
 
 # --- checks ---
@@ -773,14 +853,6 @@ def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
             raise mpiddp.UserError(f"{name} differs: {listed}. {hint}")
 
 
-def first_steps(
-    config: Config, data: Data, world: mpiddp.World
-) -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]:
-    """A fresh training for `mpiddp.check_determinism`: each iteration makes a step, and has its loss."""
-    training = Trainer(config, data, world, Path())
-    return training.model, training.optimizer, (made.loss_sum for made in training.steps(0))
-
-
 def out_of_memory(error: BaseException, options: argparse.Namespace, config: Config) -> str:
     """The sentence for a GPU whose memory is full. It says how to keep the global batch."""
     place = " in the place of --batch-size" if options.batch_size else ""
@@ -789,132 +861,7 @@ def out_of_memory(error: BaseException, options: argparse.Namespace, config: Con
     return f"{error} The same global batch in half of the memory: {passes}."
 
 
-# --- records: lines, numbers, a forecast, a summary ---
-
-
-class Records:
-    """The times of a training, its forecast and its summary. All ranks make the same calls."""
-
-    def __init__(self, training: Trainer) -> None:
-        self._training, self._started_at = training, time.monotonic()
-        self.score: Score | None = None
-        self._by_side: dict[
-            int, list[float]
-        ] = {}  # the seconds of steps, by the side of their images
-        self._recent: list[float] = []  # those since the last report
-
-    def begin(self, step: int) -> None:
-        """Begin to count after this step."""
-        training, world, config = self._training, self._training.world, self._training.config
-        self.step = self._first = step
-        ranks, hosts = counted(world.world_size, "rank"), counted(world.num_nodes or 1, "host")
-        log.info(
-            f"{ranks} on {hosts} over {world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) "
-            f"on {training.data.name}, amp {config.amp}, global batch {config.global_batch_size}, "
-            f"--lr {config.lr:g}"
-        )
-        if config.compile == "on":
-            log.info("compiling the model takes a minute; --compile off trains without a delay")
-        self._laps, self._began = list[float](), time.perf_counter()
-
-    def add(self, made: Step) -> None:
-        """Add a step. The first few are slow, and do not count unless there are no others."""
-        self.step, number = made.number, made.number - self._first
-        now = time.perf_counter()
-        self._laps.append(now - self._began)
-        self._began = now
-        if number == STARTUP_STEPS + 1:
-            self._read_clock(made.side)
-            self._by_side = {made.side: self._by_side[made.side][-1:]}
-        if number == 2 * STARTUP_STEPS:
-            self._read_clock(made.side)
-            left, num_steps = duration(self.seconds_left(self.step)), self._training.num_steps
-            log.info(f"{num_steps - self.step:,} steps to come, in about {left}")
-
-    def step_time(self, made: Step) -> float:
-        """The mean seconds of the steps since the last call."""
-        self._read_clock(made.side)
-        recent, self._recent = self._recent, []
-        return mean(recent)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the time of the body as a step's."""
-        yield
-        self._began = time.perf_counter()
-
-    def _read_clock(self, side: int) -> None:
-        """Read the times of the steps since the last call, whose images have this side.
-
-        A GPU computes later than its host asks, so only the mean of such steps is known.
-        """
-        laps, self._laps = self._laps, []
-        if laps and self._training.device.type == "cuda":
-            torch.cuda.synchronize()
-            laps[-1] += time.perf_counter() - self._began
-            laps = [mean(laps)] * len(laps)
-        self._by_side.setdefault(side, []).extend(laps)
-        self._recent += laps
-        self._began = time.perf_counter()
-
-    def seconds_left(self, step: int) -> float:
-        """About how long the rest takes after this step."""
-        training, test = self._training, self._training.data.test
-        step_s = {side: mean(seconds) for side, seconds in self._by_side.items() if seconds}
-        largest = max(step_s)
-
-        def seconds_of(side: int) -> float:
-            pixels = (side**2 + FIXED_PIXELS) / (largest**2 + FIXED_PIXELS)
-            return step_s.get(side, step_s[largest] * pixels)
-
-        # An evaluation has no backward pass, and takes about a third of the time of steps.
-        num_tested = test.num_images if test is not None else 0
-        score_s = num_tested / training.global_batch_size / 3 * seconds_of(training.data.image_size)
-        left_s = 0.0
-        for epoch in range(training.recipe.epochs):
-            end = (epoch + 1) * training.length
-            left_s += min(training.length, max(0, end - step)) * seconds_of(training.side(epoch))
-            left_s += score_s * (end > step and training.is_scored(epoch))
-        return left_s
-
-    def end(self) -> None:
-        """Write summary.json, and print it as a table. A collective."""
-        summary = self._summary()
-        if self._training.world.rank == 0:
-            file = mpiddp.run_dir() / "summary.json"
-            # If the resume had no step left, the summary that the run has written before is still true.
-            if summary["train_loss"] is None and steps_in(file) == self.step:
-                file.touch()
-            else:
-                save_json(file, summary)
-            log.info(f"\n{table(summary, self._training.config)}\n{mpiddp.run_dir()}")
-
-    def _summary(self) -> dict[str, Any]:
-        training, score = self._training, self.score
-        config, world, data = training.config, training.world, training.data
-        # There is no time of a step if the run has resumed after its last step.
-        times, whole = [*chain(*self._by_side.values())], self._by_side.get(data.image_size)
-        middle, high = np.percentile(whole, (50, 95)).tolist() if whole else (None, None)
-        return {
-            "dataset": data.name,
-            "arch": config.arch,
-            "num_parameters": sum(p.numel() for p in training.model.parameters()),
-            "world_size": world.world_size,
-            "num_nodes": world.num_nodes,
-            "hosts": dict(Counter(gathered(world.hostname))),
-            "global_batch_size": config.global_batch_size,
-            "epochs": config.epochs,
-            "steps": self.step,
-            "train_loss": training.train_loss,
-            "test_accuracy": score and score.accuracy,
-            "accuracy_of_views": score.accuracy_of_views if score and config.views > 1 else None,
-            "test_images": None if data.test is None else data.test.num_images,
-            "parallel": config.parallel,
-            "images_per_s": config.global_batch_size / mean(times) if times else None,
-            "step_time_p50_s": middle,
-            "step_time_p95_s": high,
-            "wall_s": time.monotonic() - self._started_at,
-        }
+# --- files ---
 
 
 def table(summary: Mapping[str, Any], config: Config) -> str:
@@ -922,12 +869,10 @@ def table(summary: Mapping[str, Any], config: Config) -> str:
     shown = {name: f"{value:.4g}" for name, value in summary.items() if isinstance(value, float)}
     hosts = ", ".join(f"{name} {count}" for name, count in summary["hosts"].items())
     lines = {**summary, **shown, "hosts": hosts}
-    lines["train_loss"] = (
-        f"{lines['train_loss']}  (augmented images, label smoothing {config.label_smoothing:g})"
-    )
-    return "\n".join(
-        f"{name:<18} {'-' if value is None else value}" for name, value in lines.items()
-    )
+    smoothing = f"label smoothing {config.label_smoothing:g}"
+    lines["train_loss"] = f"{lines['train_loss']}  (augmented images, {smoothing})"
+    rows = {name: "-" if value is None else value for name, value in lines.items()}
+    return "\n".join(f"{name:<18} {value}" for name, value in rows.items())
 
 
 def steps_in(summary: Path) -> Any:
@@ -937,10 +882,10 @@ def steps_in(summary: Path) -> Any:
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace the file, or on an error leave the existing one. NaN and infinities become null."""
-    is_bad = {
-        name for name, value in values.items() if value != value or value in (math.inf, -math.inf)
+    bad = {
+        name for name, value in values.items() if value in (math.inf, -math.inf) or value != value
     }
-    finite = {name: None if name in is_bad else value for name, value in values.items()}
+    finite = {name: None if name in bad else value for name, value in values.items()}
     replace_file(path, f"{json.dumps(finite, indent=1)}\n".encode())
 
 

@@ -132,6 +132,7 @@ class Training:
         self.optimizer = self.build_optimizer()
         self._loss_sum, self._reported, self._began = torch.zeros((), device=self.device), 0, 0.0
         self.train_loss: float | None = None
+        self.last_score: Score | None = None
         self.seed()
 
     def seed(self) -> None:
@@ -273,9 +274,10 @@ class Training:
 
     def run(self, checkpoints: mpiddp.Checkpoints) -> int:
         """Train to the end, or until a stop is requested, and save the last step. Returns the exit code."""
-        step = self._reported = self.resume(checkpoints)
+        self.step = self._reported = self.resume(checkpoints)
         self._began = time.perf_counter()
-        for made in self.steps(step):
+        for made in self.steps(self.step):
+            self.step = made.number
             is_due = checkpoints.due(made.number)  # asked first, because a stop is due as well
             stops = not made.is_last and self.should_stop(made)
             self.report(made)
@@ -318,18 +320,17 @@ class Training:
     def left(self, made: Step) -> str:
         return ""
 
-    def score(self, made: Step) -> Score:
+    def score(self, made: Step) -> None:
         """Score the model, and record it. A collective."""
         assert self.data.test is not None
         views = self.recipe.views if made.is_last else 1
-        score = self.evaluate(self.data.test, views=views)
+        self.last_score = score = self.evaluate(self.data.test, views=views)
         values = {"test_accuracy": score.accuracy, "test_loss": score.loss}
         mpiddp.log_metrics(made.number, epoch=made.epoch, **values)
         by_views = f" ({score.accuracy_of_views:.2%} by {views} views)" if views > 1 else ""
         line = f"test accuracy {score.accuracy:.2%}{by_views}{self.left(made)}"
         log.info(f"epoch {made.epoch + 1}/{self.recipe.epochs}  {line}")
         self._began = time.perf_counter()
-        return score
 
     def save(self, checkpoints: mpiddp.Checkpoints, step: int) -> None:
         """Start to save a checkpoint. The rate and the order of images follow from the step. A collective."""

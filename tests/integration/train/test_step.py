@@ -200,14 +200,14 @@ def test_the_forecast_is_right_from_the_first_epoch_on():
     step_s = {16: 0.046, 24: 0.092, 32: 0.138}  # measured on two cores
     epochs = [step // 195 for step in range(training.num_steps)]
     times = [(training.side(epoch), step_s[training.side(epoch)]) for epoch in epochs]
-    records, forecasts = training.records, []
+    forecasts = []
     for step in range(50, len(times), 5):
-        scores = sum(training.is_scored(epoch) for epoch in range(step // 195, 12))
+        scores = sum(training.is_scored(epoch) for epoch in range(step // 195, 12)) + 5
         right = sum(seconds for _, seconds in times[step:]) + scores * 13 * step_s[32]
-        records._by_side = {}
+        training._by_side = {}
         for side, seconds in times[:step]:
-            records._by_side.setdefault(side, []).append(seconds)
-        forecasts.append(records.seconds_left(step))
+            training._by_side.setdefault(side, []).append(seconds)
+        forecasts.append(training.seconds_left(step))
         assert forecasts[-1] == pytest.approx(right, rel=0.2), step
     changes = [before - after for before, after in pairwise(forecasts)]
     assert max(map(abs, changes)) < 0.08 * forecasts[0]
