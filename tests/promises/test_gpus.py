@@ -118,8 +118,8 @@ def test_more_ranks_than_gpus_run_on_cpus(here, tmp_path):
     """If -n is more than the GPUs of this machine, the error has the options with which the job runs."""
     env = {"PATH": tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))}
     refused = here.run("launch", "-n", "2", JOB, env=env).assert_code(2)
-    sentence, options = refused.said[-1].split(" To start more, on CPUs: ")
-    assert sentence == "-n 2 is more than the 1 slots of this machine (localhost=1)."
+    assert refused.said[-1] == "-n 2 is more than the 1 slots of this machine (localhost=1)."
+    (options,) = re.findall(r"^  fix: on CPUs: (.+)$", refused.stderr, re.M)
     assert len(here.run("launch", *options.split(), JOB, env=env).assert_ok().records) == 2
 
 
