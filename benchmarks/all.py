@@ -80,8 +80,8 @@ FIGURES = {
     ),
     "beside_dcp": Figure(
         "mpiddp",
-        "launch -n 2 -m benchmarks.beside_dcp --rounds 13",
-        "launch -n 2 -m benchmarks.beside_dcp --rounds 1",
+        "launch -H localhost:2 -m benchmarks.beside_dcp --rounds 13",
+        "launch -H localhost:2 -m benchmarks.beside_dcp --rounds 1",
     ),
     "scaling": Figure(
         "mpiddp",
@@ -90,12 +90,12 @@ FIGURES = {
     ),
     "scale": Figure("benchmarks.scale", "", "--ranks 16"),
     "reference": Figure(
-        "benchmarks.reference", "--rounds 1", "--rounds 1 --hosts 2 --steps 2 --batch-size 2"
+        "benchmarks.reference", "--rounds 1", "--rounds 1 --sizes 2 --steps 2 --batch-size 2"
     ),
     "random_faults": Figure(
         "benchmarks.random_faults",
         "--minutes 40 --seed 41",
-        "--minutes 0.001 --seed 41",
+        "--minutes 1 --seed 41 --only 1",
         is_in_all=False,
     ),
     "gpu": Figure("benchmarks.gpu", "", "--only start --limit 1s", is_in_all=False),

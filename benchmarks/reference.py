@@ -62,7 +62,7 @@ class Variant:
 @dataclass(frozen=True)
 class Options:
     rounds: int = option("rounds; each variant runs once in each", type=whole(1), default=3)
-    hosts: tuple[int, ...] = option("numbers of hosts", type=wholes(2), default="2,4")
+    sizes: tuple[int, ...] = option("numbers of hosts", type=wholes(2), default="2,4")
     cores: float = option("cores of each worker", type=float, default=0.4)
     steps: int = option("steps to time in each job", type=whole(1), default=20)
     arch: str = option("model", default="resnet20")
@@ -85,11 +85,11 @@ def _name(hosts: int, link: str) -> str:
 def measure(options: Options, jobs: Jobs) -> Result:
     if reason := cluster.why_not() or host_cores.why_not():
         raise UserError(f"{reason}.")
-    every = variants(options.hosts)
+    every = variants(options.sizes)
     load = os.getloadavg()[0]
     runs: dict[str, list[Result]] = {name: [] for name in every}
     settings: Result = {}
-    with cluster.up(max(options.hosts)) as hosts:
+    with cluster.up(max(options.sizes)) as hosts:
         for number, name in turns(list(every), options.rounds):
             run = _run(hosts, every[name], options, jobs.timeout_s)
             settings = run.pop("settings")
@@ -101,7 +101,7 @@ def measure(options: Options, jobs: Jobs) -> Result:
         "load_before": load,
         "num_cores": os.cpu_count(),
         "cores_per_worker": options.cores,
-        "sizes": options.hosts,
+        "sizes": options.sizes,
         "runs": runs,
     }
 
