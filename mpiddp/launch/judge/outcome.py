@@ -37,6 +37,7 @@ class Outcome(NamedTuple):
     is_complete: bool = True  # whether mpirun's own message about the end adds nothing
     # The host at fault, by its name in the request, or "" if it is unknown or if the script itself failed.
     host_at_fault: str = ""
+    names_event: bool = False  # `sentence` names the event that precedes every error
     known_cause: str = ""  # a sentence to print below `sentence`
     stop: Stop = Stop.NONE
     announcement: Announcement = Announcement()

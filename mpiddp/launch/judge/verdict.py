@@ -37,7 +37,6 @@ HUNG_UP = "the terminal has hung up (SIGHUP)"
 _WAS_NOT_ASKED = ". Its script had not called mpiddp.should_stop(), so it was not asked to save"
 _FORGED = "without its proof: somebody on the network writes into it"
 _CHECK = "mpiddp doctor, which checks the hosts"
-_LEFT_EARLY = "ended early, with exit code 0"
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
 _OF_THE_HOST = frozenset(
@@ -70,8 +69,8 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
     if culprit and (sentence := _lack_of_memory(record, culprit)):
         # The host is not at fault, because the job needs more memory than it was given.
         return outcome._replace(known_cause=sentence, host_at_fault="")
-    if (culprit and is_silent(culprit)) or _LEFT_EARLY in outcome.sentence:
-        return outcome  # its sentence names the event that precedes every error
+    if outcome.names_event:
+        return outcome
     least = MPIRUN_AT_END
     if outcome.is_complete:  # mpirun's text only says that a rank has ended
         least = MPIRUN if culprit is None else 0
@@ -109,7 +108,8 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     if why := record.fact("end", "why"):
         has_all = len(record.missing) == record.world_size
         host = "" if has_all else _only_host(record, record.missing)
-        return Outcome(FAILED, f"{_left_early(record)}{why}", host_at_fault=host)
+        left = _left_early(record)
+        return Outcome(FAILED, f"{left}{why}", host_at_fault=host, names_event=bool(left))
     if is_requested and record.fact("end", "failed") and first and first.kind == "failed":
         # The rank failed while it saved and stopped: the request has not ended it.
         has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
@@ -223,10 +223,8 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     elif first.kind == "failed":
         sentence = _report(record, first)
     elif first.facts.get("is_forged"):
-        host_at_fault, sentence = (
-            "",
-            f"the connection of {record.name(first.rank)} brought a line {_FORGED}.",
-        )
+        sentence = f"the connection of {record.name(first.rank)} brought a line {_FORGED}."
+        host_at_fault = ""
     elif mpirun.rank_signal:
         sentence = f"{record.name(first.rank)} was killed by {mpirun.rank_signal}."
     elif len(hosts) == 1 and daemon is None:
@@ -245,6 +243,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     sentence, newline, table = sentence.partition("\n")
     sentence = f"{before}{sentence}{others}{newline}{table}"
     outcome = Outcome(FAILED, sentence, is_complete=is_complete, host_at_fault=host_at_fault)
+    outcome = outcome._replace(names_event=bool(before) or is_silent(first))
     return _naming(record, first, outcome)
 
 
@@ -322,7 +321,7 @@ def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool
     if is_needed and not ends:
         ends = [end for end in record.done.values() if end.at <= before + _ENDS_S]
     early = record.names(sorted(end.rank for end in ends))
-    return f"{early} {_LEFT_EARLY}{how}. Then " if early else ""
+    return f"{early} ended early, with exit code 0{how}. Then " if early else ""
 
 
 # --- known causes ---
