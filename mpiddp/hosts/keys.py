@@ -50,7 +50,7 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
     if closed:
         raise failure_of(closed.values(), [answer.why for answer in closed.values()])
     names = ", ".join(host.name for host in others) or "every host"
-    print(f"ssh reaches {names} without a question")
+    print(f"{hosts.transport.name} reaches {names} without a question")
     return DONE
 
 

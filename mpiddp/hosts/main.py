@@ -37,9 +37,6 @@ def main(argv: list[str]) -> int:
     if options.verb == "check":
         print(table(hosts))
         return DONE
-    if options.verb == "keys" and not hosts.transport.is_ssh:
-        name = hosts.transport.name
-        raise UserError(f"these hosts need no keys, because {name} reaches them.")
     return int(OVER_SSH[options.verb][0].main(options, hosts))
 
 

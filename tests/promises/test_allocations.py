@@ -154,6 +154,32 @@ def test_a_sick_host_of_a_slurm_job(hosts, sbatch):
     assert [*rest] == [], done.stdout
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("--gpus=6", "--ntasks-per-node=2"),
+        ("--gpus-per-task=1", "--ntasks-per-node=2", "--mem-per-cpu=100"),
+        ("--gpus-per-node=2", "--cpus-per-task=4", "--export=NONE"),
+        ("--exclusive", "--gres=gpu:2", "--ntasks-per-node=2", "--mem=1000"),
+    ],
+)
+def test_steps_of_a_slurm_job(hosts, sbatch, job):
+    """The ranks have all cores and GPUs of a Slurm job, and commands on its hosts share these meanwhile."""
+    run = shlex.join(
+        [*LAUNCH[:-1], "hosts", "run", "--", "sh", "-c", "echo has $CUDA_VISIBLE_DEVICES"]
+    )
+    wait = "echo gpus $CUDA_VISIBLE_DEVICES; until [ -e finish ]; do sleep 0.1; done"
+    launch = shlex.join([*LAUNCH, "--log-ranks", "all", "--", "sh", "-c", wait])
+    lines = [
+        f"export SLURM_LABELIO=1; {launch} &",
+        f"until [ $(squeue --steps --noheader | wc -l) = 2 ]; do sleep 0.1; done; {run}",
+        "touch finish; wait $!",
+    ]
+    done = sbatch(first="\n".join(lines), job=("-N3", *job)).assert_ok()
+    assert "node[0-2]: has 0,1" in done.lines, done.stdout
+    assert len(re.findall("gpus [01]", done.stdout)) == 6, done.stdout
+
+
 def test_a_node_of_a_slurm_job_dies(hosts, batch):
     """A Slurm job with --no-kill goes on without a node that dies. The error says what Slurm does else."""
     options = ("--max-restarts=3", "--min-hosts=2", "--lost-after=10s")
@@ -172,6 +198,18 @@ def test_a_node_of_a_slurm_job_dies(hosts, batch):
     assert "restarting on node0 and node1 (restart 1 of 3)." in output.read_text()
     assert "#SBATCH --no-kill" in output.read_text()
     batch.wait_until_idle()
+
+
+def test_a_preempted_slurm_job(hosts, batch):
+    """If a job with a higher priority takes the nodes of a Slurm job, its ranks save and leave."""
+    launch = shlex.join([*LAUNCH, program("elastic.py"), str(hosts.folder)])
+    steps, output = hosts.folder / "steps", hosts.folder / "output"
+    script = f"#!/bin/sh\nexec {launch}\n"
+    number = batch.submit(script, output, *THREE, "--exclusive", cwd=hosts.folder, env=ENV)
+    eventually(lambda: steps.exists() and steps.read_text().startswith("[0, 3,"))
+    done = batch.sbatch("#!/bin/sh\nsrun hostname\n", "-N3", "--partition=high", "--exclusive")
+    assert sorted(done.stdout.split()) == ["node0", "node1", "node2"]
+    assert batch.wait(number, output) == 75, output.read_text()
 
 
 def test_an_mpirun_in_a_slurm_job(hosts, sbatch):
