@@ -77,8 +77,7 @@ class Agents:
                 started = record.latest["started"].values()
                 outputs = [output for event in started for output in event.facts.get("outputs", ())]
                 names = self.job, self.private_name
-                has_lost = bool(record.silent_hosts)
-                stack.callback(sweep, self.plan.request, hosts, *names, outputs, has_lost)
+                stack.callback(sweep, self.plan.request, hosts, *names, outputs)
             stack.callback(self.opened.close)
             stack.callback(self.server.drop_all)
             stack.callback(self.output.settle, is_said=outcome.is_complete)

@@ -109,12 +109,7 @@ def _cut_off(
 
 
 def sweep(
-    request: Request,
-    hosts: Sequence[Host],
-    job: str,
-    name: str,
-    outputs: Sequence[str],
-    has_lost: bool = False,  # whether the job has lost other hosts
+    request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]
 ) -> None:
     """Kill the processes of `job` on these hosts at once, and remove the variables kept under this name.
 
@@ -133,9 +128,6 @@ def sweep(
             )
         elif answer.value:
             log.info(f"killed leftover processes of the job on {host.name}: {len(answer.value)}.")
-    has_lost = has_lost or any(answer.why for answer in answers.values())
-    if has_lost and quick.hint and not quick.is_ssh:
-        log.info(quick.hint)
 
 
 @contextmanager
