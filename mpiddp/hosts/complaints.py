@@ -37,6 +37,8 @@ _NOT_BEHIND = (
 )
 _WAY = "({here} → {name} tcp/{at})"
 _SLOW = "If its logins are slow: --login-timeout {longer}s"
+_SAID = "ssh {name}: {0}."
+_BY_HAND = "log in once, with ControlMaster and ControlPersist in ~/.ssh/config: {ssh}"  # as by 2FA
 _IS_IT_ON = "check that the host is on and the network is up"
 _DENIED = r"^(?:\S+: )?Permission denied \(([^)]*)\)"
 
@@ -98,26 +100,10 @@ SSH_ERRORS = (
         "name the right one in ~/.ssh/config: IdentityFile FILE, IdentitiesOnly yes",
     ),
     SshError(r"^(.+ line \d+: Bad configuration option: .+)", "ssh {name}: {0}", ""),
-    SshError(
-        r"^(Certificate invalid: .+?)\.?$",
-        "ssh {name}: {0}.",
-        "get a new certificate from the site, then: {ssh} true",
-    ),
-    SshError(
-        r"^sign_and_send_pubkey: (signing failed for .+?)\.?$",
-        "ssh {name}: {0}.",
-        "touch or unlock the key; with ControlMaster in ~/.ssh/config, once",
-    ),
-    SshError(
-        r"^(?:\S+: )?Permission denied \(((?:gssapi-[a-z-]+,?)+)\)",
-        "ssh {name}: permission denied ({0}): there is no valid Kerberos ticket.",
-        "kinit",
-    ),
-    SshError(
-        r"^(?:\S+: )?Permission denied \((keyboard-interactive)\)",
-        "ssh {name}: permission denied ({0}): it asks for more than a key, such as a code.",
-        "log in once, with ControlMaster and ControlPersist in ~/.ssh/config: {ssh}",
-    ),
+    SshError(r"^(Certificate invalid: .+?)\.?$", _SAID, "get a new certificate from the site"),
+    SshError(r"^sign_and_send_pubkey: (.+?)\.?$", _SAID, "touch or unlock the key"),
+    SshError(r"^(?:\S+: )?(Permission denied \((?:gssapi-[a-z-]+,?)+\))", _SAID, "kinit"),
+    SshError(r"^(?:\S+: )?(Permission denied \(keyboard-interactive\))", _SAID, _BY_HAND),
     SshError(
         _DENIED,
         "ssh {name}: permission denied ({0}).",
@@ -253,10 +239,10 @@ class Answer:
                 why = f"{network}. Otherwise, a{why[1:]}"
             return with_fix(f"ssh {host.name}: {no_end}. {why}.", f"{ssh} true. {slow}")
         if self.exit_code != 255:
-            if (code := _code_of_ssh()) != 0:
-                reason = [f"exit code {code}", *errors][-1]
+            if subprocess.call(["ssh", "-V"], stderr=subprocess.DEVNULL):  # it asks no host
+                reason = [f"exit code {self.exit_code}", *errors][-1]
                 return with_fix(
-                    f"ssh does not run here: {reason}.", "command -v ssh; echo $LD_LIBRARY_PATH"
+                    f"ssh does not run here: {reason}.", "ssh -V; echo $LD_LIBRARY_PATH"
                 )
             # An sshd may print a banner, and a start-up file a greeting, before the reason.
             reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
@@ -322,14 +308,6 @@ def in_general(error: SshError) -> tuple[str, str]:
     words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE"}
     words |= {"here": "this host", "connect": "10", "at": "22", "longer": "30"}
     return error.cause.format(error.example, **words), error.fix.format(error.example, **words)
-
-
-@cache
-def _code_of_ssh() -> int | None:
-    """The exit code of `ssh -V`, which asks no host: not 0 if ssh itself does not start."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(["ssh", "-V"], capture_output=True, timeout=_CONFIG_S).returncode
-    return None
 
 
 @cache

@@ -5,6 +5,7 @@ This module travels to the hosts as source. It needs Python 3.8 and the standard
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -54,10 +55,8 @@ def error_at(path: str) -> str:
     """The system's reason why this path cannot be reached, "" if it can or does not exist."""
     try:
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
     except OSError as error:
-        return str(error.strerror)
+        return "" if error.errno in (errno.ENOENT, errno.ENOTDIR) else str(error.strerror)
     return ""
 
 

@@ -74,11 +74,9 @@ def _public_key(host: Host) -> Iterator[str]:
             yield file.name
         return
     keys = [Path(name).expanduser() for name in settings(host, "identityfile")]
-    key = next(filter(Path.exists, keys), None)
-    public = None if key is None else key.with_name(f"{key.name}.pub")
-    if public is None:
-        public = _new_key()
-    elif not public.exists():  # ssh-keygen may ask for a passphrase
+    key = next(filter(Path.exists, keys), None) or _new_key()
+    public = key.with_name(f"{key.name}.pub")
+    if not public.exists():  # ssh-keygen may ask for a passphrase
         done = subprocess.run(["ssh-keygen", "-y", "-f", str(key)], stdout=subprocess.PIPE)
         if done.returncode:
             raise UserError(f"{key}: ssh-keygen cannot read this key.")
@@ -93,4 +91,4 @@ def _new_key() -> Path:
         raise UserError(with_fix("there is no ssh key.", "ssh-keygen -t ed25519"))
     key.parent.mkdir(mode=0o700, exist_ok=True)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-    return key.with_name(f"{key.name}.pub")
+    return key

@@ -202,7 +202,9 @@ def push(
     failures = refusals(answers)
     if len(hosts) - len(failures) < least:
         raise failure_of([answers[host] for host in failures], failures.values())
-    paths = [{*_paths(folder, left_out)} for folder in folders] if others else []
+    # The environment needs no list, because it is made identical.
+    listed = [() if folder in _environment() else _paths(folder, left_out) for folder in folders]
+    paths = [{*of_folder} for of_folder in listed] if others else []
 
     def send(host: Host) -> int | str:
         parts = zip(folders, paths, answers[host].value, strict=True)
@@ -239,8 +241,9 @@ def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
 
 
 def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
-    """The files and links of a folder that a push sends, without those of the environment."""
-    skipped = {*_environment(), *(f"{folder}/{name}" for name in left_out)}
+    """The files and links of a folder that a push sends, without those of another environment."""
+    left_out = _left_out(folder, left_out)
+    skipped = {*_environment(), *(f"{folder}/{name}" for name in left_out)} - {folder}
     for place, folders, files in os.walk(folder):
         if place in skipped:
             folders.clear()
@@ -249,17 +252,17 @@ def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
         yield from (f"{place}/{name}"[len(folder) + 1 :] for name in (*files, *links))
 
 
+def _left_out(folder: str, names: Sequence[str]) -> Sequence[str]:
+    return (*names, *_OTHERS) if folder in _environment() else names
+
+
 def _extent(folder: str, left_out: Sequence[str]) -> str:
     """How much a push of this folder compares, and whether it removes what only a host has."""
-    is_environment = folder in (environment := _environment())
-    skipped = {f"{folder}/{name}" for name in (*left_out, *_OTHERS * is_environment)}
-    skipped |= {*environment} - {folder}
     sizes = []
-    for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if f"{place}/{name}" not in skipped]
-        with suppress(OSError):  # one is deleted meanwhile
-            sizes += [os.lstat(f"{place}/{name}").st_size for name in files]
-    removes = ", and what only a host has is removed" if is_environment else ""
+    for path in _paths(folder, left_out):
+        with suppress(OSError):  # it is deleted meanwhile
+            sizes.append(os.lstat(f"{folder}/{path}").st_size)
+    removes = ", and what only a host has is removed" if folder in _environment() else ""
     return f"{counted(len(sizes), 'file')}, {size_text(sum(sizes))}{removes}"
 
 
@@ -278,9 +281,7 @@ def _send(
     """
     before = listed_paths(sent_before)
     deleted = before - paths
-    environment = _environment()
-    if folder in environment:
-        left_out = (*left_out, *_OTHERS)
+    environment, left_out = _environment(), _left_out(folder, left_out)
     branches = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
     removable = dict.fromkeys(chain.from_iterable(branches))  # the files, and the folders above
     rules = "\0".join(f"R /{_pattern(path)}" for path in removable)

@@ -32,14 +32,11 @@ def beginning(path: Path, size: int = sys.maxsize) -> tuple[int, str]:
 
 
 def grown(folder: str, files: Sequence[tuple[str, int, str]]) -> list[str]:
-    """The names of the files that begin here as they are where they were pulled, and go on."""
-    names = []
-    for name, size, digest in files:
-        with suppress(OSError):
-            path = Path(folder, name)
-            if path.stat().st_size > size and beginning(path, size) == (size, digest):
-                names.append(name)
-    return names
+    """The names of the files that begin here as they are where they were pulled."""
+    facts = (
+        (name, beginning(Path(folder, name), size) == (size, sha)) for name, size, sha in files
+    )
+    return [name for name, is_equal in facts if is_equal]
 
 
 def prepare(folders: Sequence[str]) -> str | list[str]:

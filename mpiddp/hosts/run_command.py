@@ -95,11 +95,9 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
     def show(news: Mapping[Host, Answer], ended: Collection[Host]) -> None:
         done.update(host for host, answer in news.items() if _ENDED in answer.stderr)
-        errors = {  # before its login, ssh says why it fails, and so does the sentence below
-            host.name: answer.stderr.partition(_ENDED)[0]
-            for host, answer in news.items()
-            if answer.has_begun
-        }
+        # Before its login, ssh says why it fails, and so does the sentence below.
+        begun = [answer for answer in news.values() if answer.has_begun]
+        errors = {answer.host.name: answer.stderr.partition(_ENDED)[0] for answer in begun}
         failed = {host.name: _failure(news[host], is_done=host in done) for host in ended}
         _show({host.name: answer.stdout for host, answer in news.items()}, sys.stdout)
         _show(errors, sys.stderr)
