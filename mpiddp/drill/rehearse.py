@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
 from mpiddp.hosts.processes import descendants, kill_marked, marked, signal_all
 from mpiddp.protocol.variables import DRILL, OBSERVER
-from mpiddp.text import FIX
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run
 _LEAST_S = 60.0  # for any other command, or four times the time of the undisturbed run
@@ -169,13 +167,10 @@ class Drill:
 
 
 def _error(report: Path, errors: Path) -> str:
-    """The launcher's verdict on the job, or its last line if the job was refused before it started."""
-    with suppress(FileNotFoundError):
-        if error := json.loads(report.read_bytes())["error"]:
-            return str(error)
-    lines = filter(str.strip, errors.read_text("utf-8", errors="replace").splitlines())
-    sentences = (line for line in lines if not line.startswith(FIX))
-    return [*sentences, "it printed no error"][-2:][0].removeprefix("mpiddp: ")
+    """The launcher's verdict on the job, or the first line that it printed if it refused the job."""
+    facts = json.loads(report.read_bytes()) if report.exists() else {}
+    printed = errors.read_text("utf-8", errors="replace").removeprefix("mpiddp: ")
+    return facts.get("error") or printed.partition("\n")[0] or "it printed no error"
 
 
 def _end_leftover(records: Path, wait_s: float) -> None:

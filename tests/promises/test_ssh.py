@@ -157,7 +157,7 @@ def test_a_login_that_is_dropped(hosts):
             assert held.stdout.readline()
             done = hosts.run(*run, "2s", "--", "hostname")
             assert done.code == 1
-            assert "its sshd closes each login before it begins. See MaxStartups" in done.stderr
+            assert "its sshd closes each login before it begins." in done.stderr
             job = hosts.start(*run, "1m", "--", "hostname")
             eventually(lambda: hosts.processes("sleep 0.5"))  # before it is tried again
             held.communicate("\n")
