@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
@@ -24,133 +25,37 @@ NO_PROGRAM = 96  # no exit code of ssh (255), of a shell (126, 127, 128 + N) or 
 _SHOWN = 140  # characters of a reason of ssh
 _CONFIG_S = 5.0  # ssh -G, ssh-keygen and ssh-add get this time
 
-# If a jump host (ProxyJump) fails, ssh says why, and then that the host behind it sent nothing. If the jump
-# host only cannot reach the host behind it, ssh says "stdio forwarding failed" first.
-_JUMP_FAILED = (
-    r"(?m)^(?!Warning: |stdio forwarding failed)(.+?)\.?\n"
-    r"kex_exchange_identification: .*\n.* UNKNOWN port 65535"
-)
-# A jump host whose sshd cannot reach the host behind it, or may not, answers so.
-_NOT_BEHIND = (
-    r"(?m)^channel \d+: open failed: (?!connect failed: Connection refused)(?:connect failed: )?"
-    r"(.+?)\.?$"
-)
-_WAY = "({here} → {name} tcp/{at})"
 _SLOW = "If its logins are slow: --login-timeout {longer}s"
-_SAID = "ssh {name}: {0}."
-_BY_HAND = "log in once, with ControlMaster and ControlPersist in ~/.ssh/config: {ssh}"  # as by 2FA
-_IS_IT_ON = "check that the host is on and the network is up"
-_DENIED = r"^(?:\S+: )?Permission denied \(([^)]*)\)"
 
 
 class SshError(NamedTuple):
-    """An error of ssh, and the sentence for it: the cause, then the command that fixes it.
+    """A row of ssh_errors.ini."""
 
-    Both may name {name}, {target}, {here}, {at} (a port), {ssh} (the command), and {0}, the pattern's group.
-    """
-
-    pattern: str  # should not match the banner of a host, which may say anything
+    id: str
+    pattern: str
     cause: str
     fix: str
-    id: str = ""  # in the table of `mpiddp explain`, which finds the error in a log
-    says: tuple[str, ...] = ()  # the line in a log has one of these texts
-    example: str = ""  # stands for {0} where no log is at hand: in docs/troubleshooting.md
+    says: tuple[str, ...]
+    example: str
 
 
-# The first row counts whose pattern matches.
-SSH_ERRORS = (
-    SshError(_JUMP_FAILED, "ssh {name}: the jump host on the way failed ({0}).", "{ssh} true"),
-    SshError(
-        _NOT_BEHIND,
-        "ssh {name}: the jump host on the way does not reach it ({0}).",
-        "{ssh} true",
-    ),
-    SshError(
-        "^ssh: Could not resolve hostname",
-        "{name}: cannot be resolved from {here}.",
-        "add it to DNS or /etc/hosts",
-        "ssh-unresolved",
-        ("ssh: Could not resolve hostname",),
-    ),
-    SshError(
-        "IDENTIFICATION HAS CHANGED",
-        "ssh {name}: its host key has changed.",
-        "ssh-keygen -R {key_name}, once you have checked that it is the same host",
-        "ssh-host-key-changed",
-        ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
-    ),
-    SshError(
-        "^Host key verification failed",
-        "ssh {name}: its host key is unknown.",
-        "mpiddp hosts keys HOSTFILE",
-        "ssh-host-key-unknown",
-        ("Host key verification failed",),
-    ),
-    SshError(
-        r"^(?:Permissions \d+ for|Bad owner or permissions on) '?(.+?)'?(?: are too open.*)?$",
-        "ssh {name}: ssh does not use {0}, because others can read or write it.",
-        "chmod 600 {0}",
-        "ssh-permissions",
-        ("are too open", "Bad owner or permissions on"),
-        "~/.ssh/id_ed25519",
-    ),
-    SshError(
-        "^Received disconnect .*: (Too many authentication failures)",
-        "ssh {name}: {0}: ssh offers other keys first.",
-        "name the right one in ~/.ssh/config: IdentityFile FILE, IdentitiesOnly yes",
-    ),
-    SshError(r"^(.+ line \d+: Bad configuration option: .+)", "ssh {name}: {0}", ""),
-    SshError(r"^(Certificate invalid: .+?)\.?$", _SAID, "get a new certificate from the site"),
-    SshError(r"^sign_and_send_pubkey: (.+?)\.?$", _SAID, "touch or unlock the key"),
-    SshError(r"^(?:\S+: )?(Permission denied \((?:gssapi-[a-z-]+,?)+\))", _SAID, "kinit"),
-    SshError(r"^(?:\S+: )?(Permission denied \(keyboard-interactive\))", _SAID, _BY_HAND),
-    SshError(
-        _DENIED,
-        "ssh {name}: permission denied ({0}).",
-        "ssh-copy-id {port}{target}",
-        "ssh-key-refused",
-        tuple(f"Permission denied ({way}" for way in ("publickey", "password", "gssapi")),
-        "publickey",
-    ),
-    SshError(
-        "^(?:ssh: connect to host .*|channel .* failed): Connection refused",
-        f"ssh {{name}}: connection refused {_WAY}.",
-        "start sshd there, or set its port in the hostfile: {name} port=N",
-        "ssh-refused",
-        ("ssh: connect to host",),
-    ),
-    SshError(
-        "^ssh: connect to host .*: (?:No route to host|Network is unreachable)",
-        f"ssh {{name}}: no route {_WAY}.",
-        _IS_IT_ON,
-        "ssh-unreachable",
-        ("ssh: connect to host",),
-    ),
-    SshError(
-        "^Timeout, server .* not responding",
-        f"ssh {{name}}: it does not answer any more {_WAY}.",
-        _IS_IT_ON,
-    ),
-    SshError(
-        r"^Connection to \S+ port \d+ timed out",
-        f"ssh {{name}}: the login stops half-way {_WAY}.",
-        f"{_SLOW}. If none ends, the network may lose large packets (MTU)",
-    ),
-    SshError(
-        "^(?:ssh: connect to host .*: |)(?:Connection|Operation) timed out",
-        f"ssh {{name}}: no answer in {{connect}} s {_WAY}.",
-        _IS_IT_ON,
-        "ssh-timed-out",
-        ("ssh: connect to host",),
-    ),
-    SshError(
-        "^(?:kex|ssh)_exchange_identification: ",
-        "ssh {name}: its sshd closes each login before it begins.",
-        "see MaxStartups in its sshd_config, and whether it blocks this address (fail2ban): {ssh} true",
-        "ssh-closed-early",
-        ("kex_exchange_identification", "ssh_exchange_identification"),
-    ),
-)
+@cache
+def ssh_errors() -> tuple[SshError, ...]:
+    from configparser import RawConfigParser  # only an error needs it
+
+    parser = RawConfigParser(delimiters="=", comment_prefixes=";")
+    parser.read(Path(__file__).with_name("ssh_errors.ini"), "utf-8")
+    rows = [(name, row, row.get("says", "").split(" |")) for name, row in parser.items() if row]
+    return tuple(
+        SshError(
+            *(name, row["pattern"], row["cause"], row.get("fix", "")),
+            says=tuple(text.strip() for text in says if text),
+            example=row.get("example", ""),
+        )
+        for name, row, says in rows
+    )
+
+
 _SAYS_NOTHING = re.compile(
     r"Warning: |Connection (?:closed|reset) by |\W*$|debug\d: ", re.IGNORECASE
 )
@@ -283,9 +188,9 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
         "at": port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0]),
         "longer": f"{2 * transport.login_s:.0f}",
     }
-    for error in SSH_ERRORS:
+    for error in ssh_errors():
         if match := re.search(error.pattern, text, re.MULTILINE):
-            files = settings(host, "identityfile") if error.pattern == _DENIED else ()
+            files = settings(host, "identityfile") if error.id == "ssh-key-refused" else ()
             keys = (os.path.expanduser(file) for file in files)  # noqa: PTH111
             if key := next(filter(_is_locked, keys), ""):
                 agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '

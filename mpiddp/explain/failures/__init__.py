@@ -7,7 +7,7 @@
     cause = A rank waited for another …   one or two sentences; what is only likely is called usual
     fix = Look at what the other …        what to do, with the command where there is one
 
-The errors of ssh are rows of mpiddp/hosts/complaints.py, because the launcher answers them as well. Each row
+The errors of ssh are rows of mpiddp/hosts/ssh_errors.ini, because the launcher answers them as well. Each row
 has a text of the real program in tests/data/failures/. `python -m docs.troubleshooting` writes the page.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from mpiddp.hosts.complaints import SSH_ERRORS, in_general
+from mpiddp.hosts.complaints import in_general, ssh_errors
 
 # The first word of an id, and how a page names the program. Sorted as the page is.
 PROGRAMS = {
@@ -81,8 +81,8 @@ _OF_FILES = (
 )
 _OF_SSH = (
     Failure(error.id, error.says, *in_general(error), pattern=error.pattern, weight=Weight.CAUSE)
-    for error in SSH_ERRORS
-    if error.id
+    for error in ssh_errors()
+    if error.says
 )
 ROWS = (*_OF_FILES, *_OF_SSH)
 FAILURES = tuple(row for row in ROWS if row.cause)
