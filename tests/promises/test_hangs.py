@@ -345,7 +345,7 @@ def test_a_job_is_watched_and_stopped(here):
     # Without a name, it stops nothing.
     stop = (sys.executable, here.script(STOPS_THE_ONLY_JOB, "stops_the_only_job.py"), pid)
     refused = here.run(*stop, env=env).assert_code(2)
-    assert refused.said[0] == f"mpiddp stop: job {pid} (one_fails.py) runs."
+    assert refused.said[0] == f"stop: job {pid} (one_fails.py) runs."
     assert refused.stderr.endswith(f"  fix: mpiddp stop {pid}\n")
 
     with in_a_terminal(*TOP, pid, cwd=here.folder, **env) as shown:
