@@ -11,10 +11,8 @@ from pathlib import Path
 
 from mpiddp.drill.faults import Fault
 from mpiddp.drill.history import RATE
-from mpiddp.drill.rehearse import Ended, Rehearsal
+from mpiddp.drill.rehearse import Rehearsal
 from mpiddp.errors import DONE
-
-_PHRASE_LENGTH = 160
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
     """Compare a disturbed run with the undisturbed one."""
     last = disturbed.ended[-1]
     if not disturbed.injected:
-        why = "the script ended before" if last.code == DONE else last_error(last)
+        why = "the script ended before" if last.code == DONE else last.error
         return Result(fault.name, None, f"did not occur: {why}", disturbed.codes)
     first, resume = disturbed.ranks[0].attempts[0].steps, disturbed.ranks[0].last_resume
     pairs = enumerate(zip(undisturbed.ranks[0].steps, first, strict=False))
@@ -63,7 +61,7 @@ def judge_undisturbed(undisturbed: Rehearsal) -> Result:
     if end.code is None:
         cause = "the undisturbed run did not end within an hour: end it earlier, --steps N"
     elif end.code != DONE:
-        cause = f"the undisturbed run ended with code {end.code}: {last_error(end)}"
+        cause = f"the undisturbed run ended with code {end.code}: {end.error}"
     elif not undisturbed.length:
         cause = "no step of a torch optimizer was seen"
     return Result("none", not cause, cause, undisturbed.codes)
@@ -75,7 +73,7 @@ def _cause(fault: Fault, disturbed: Rehearsal, difference: str) -> str:
     if last.code is None:
         return "the resumed run did not end in time"
     if last.code != DONE:
-        return f"the resumed run ended with code {last.code}: {last_error(last)}"
+        return f"the resumed run ended with code {last.code}: {last.error}"
     if fault.flips and difference:
         return f"the damaged checkpoint was taken: {difference}"
     if disturbed.ranks[0].last_resume == 0:
@@ -111,9 +109,3 @@ def _shared_file(undisturbed: Rehearsal) -> str:
         if len(ranks) > 1:
             return f"ranks {', '.join(ranks)} write one file, {Path(path).name}"
     return ""
-
-
-def last_error(end: Ended) -> str:
-    """The beginning of the error with which the launcher has ended."""
-    text = end.error.strip().rstrip(".")
-    return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

@@ -25,6 +25,7 @@ UNDISTURBED_S = 3600.0  # for the undisturbed run
 _LEAST_S = 60.0  # for any other command, or four times the time of the undisturbed run
 _END_S = 5.0  # after the launcher, the other processes may take this time to end
 _POLL_S = 0.02
+_LONGEST_ERROR = 160  # characters
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Drill:
                     _end_leftover(records, wait_s=0.0)
                     launcher.kill()
                 _end_leftover(records, _END_S)
-        return Ended(code, _error(report, errors))
+        return Ended(code, _error(report, errors)[:_LONGEST_ERROR].rstrip("."))
 
 
 def _error(report: Path, errors: Path) -> str:
