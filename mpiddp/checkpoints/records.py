@@ -17,14 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.retention import (
-    METRICS,
-    WISHES,
-    Wishes,
-    read_file,
-    records_in,
-    scores_in,
-)
+from mpiddp.checkpoints.retention import METRICS, records_in, scores_in
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
@@ -66,8 +59,7 @@ class RunRecords:
     def __init__(
         self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None
     ) -> None:
-        self.dir, self._metric = run, metric
-        self.config = config or {}
+        self.dir, self._metric, self.config = run, metric, config or {}
         self.scores: dict[int, float] = {}
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = self.is_closed = self.has_recorded = False
@@ -82,10 +74,6 @@ class RunRecords:
             kept = [line for line in lines if _step_of(line) <= step]
             if kept != lines:
                 replace_file(path, b"".join(kept))
-            # Rank 0 alone may have logged the scores, which the wishes of each host have, too.
-            wishes = Wishes.parse(read_file(self.dir.path, WISHES), ())
-            if wishes.best and wishes.best[0] == self._metric:
-                self.scores = {at: score for at, score in wishes.scores.items() if at <= step}
             self.scores |= scores_in(path, self._metric) if self._metric else {}
         except OSError as error:
             self._warn(error)

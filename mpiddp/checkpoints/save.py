@@ -138,9 +138,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     recording = [rank for rank, word in enumerate(words) if word.has_recorded]
     if run.rank == 0 and run.num_saves == 1 and recording and not {*recording} & {*run.writers}:
         name = run.coordinator.name(recording[0])
-        log.warning(
-            f"warning: {name} calls mpiddp.log_metrics, and rank 0 does not, which records it."
-        )
+        log.warning(f"warning: {name} calls mpiddp.log_metrics, and rank 0 does not: no records.")
     return words
 
 
