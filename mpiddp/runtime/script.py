@@ -287,7 +287,7 @@ def keep_freed_memory(env: Mapping[str, str]) -> None:
 
 
 def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run `mpiddp train`, a program that uses public names only: it joins in its process group.
+    """Run `mpiddp train`, a program that joins in its process group.
 
     It supports a stop from its first moment on, and alone the first Ctrl-C requests one.
     """

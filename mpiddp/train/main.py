@@ -393,8 +393,6 @@ class Trainer(Training):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
 
-    # --- a step ---
-
     def schedule(self, progress: float) -> float:
         return SCHEDULES[self.config.schedule](progress)
 
@@ -443,12 +441,8 @@ class Trainer(Training):
         decay = self.config.ema_decay
         if decay is None or step % AVERAGE_EVERY != 1:
             return 0.0
-        images = self.global_batch_size * AVERAGE_EVERY
-        return (
-            1.0
-            if step <= self.warmup_steps
-            else min(1.0, (1 - decay) * images / self.config.epochs)
-        )
+        images, epochs = self.global_batch_size * AVERAGE_EVERY, self.config.epochs
+        return 1.0 if step <= self.warmup_steps else min(1.0, (1 - decay) * images / epochs)
 
     @torch.no_grad()
     def update_average(self, weight: float) -> None:
@@ -459,8 +453,6 @@ class Trainer(Training):
                 average.lerp_(value, weight)
             else:  # BatchNorm's count of batches
                 average.copy_(value)
-
-    # --- the run ---
 
     def run(self, checkpoints: mpiddp.Checkpoints) -> int:
         code = super().run(checkpoints)
@@ -478,12 +470,10 @@ class Trainer(Training):
         return mpiddp.should_stop() or made.number == self.config.stop_at_step
 
     def report(self, made: Step) -> None:
-        now, number, before = time.perf_counter(), made.number - self._first, self.train_loss
-        self._laps.append(now - self._began)
-        self._began = now
-        if (
-            number == STARTUP_STEPS + 1
-        ):  # the first steps are slow, and count if there are no others
+        number, before, began = made.number - self._first, self.train_loss, self._began
+        self._began = time.perf_counter()
+        self._laps.append(self._began - began)
+        if number == STARTUP_STEPS + 1:  # forget the first steps, which are slow
             self._read_clock(made.side)
             self._by_side = {made.side: self._by_side[made.side][-1:]}
         if number == 2 * STARTUP_STEPS:
@@ -559,8 +549,6 @@ class Trainer(Training):
                 module.reshard()  # type: ignore[operator]
         return score
 
-    # --- checkpoints ---
-
     def save(self, checkpoints: mpiddp.Checkpoints, step: int) -> None:
         interval = self.config.check_divergence
         if interval and step % interval:
@@ -632,8 +620,6 @@ class Trainer(Training):
             )
         # It logs the tensors that have another shape.
         saved.load_into(strict=False, **{name: self.model})
-
-    # --- the summary ---
 
     def end(self) -> None:
         """Write summary.json, and print it as a table. A collective."""
