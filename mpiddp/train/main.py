@@ -45,9 +45,9 @@ from mpiddp.text import counted, duration, parse_interval, shown
 from mpiddp.train import data as datasets
 from mpiddp.train import parallel
 from mpiddp.train import train as plain
-from mpiddp.train.data import DATASETS, Data, Dataset
+from mpiddp.train.data import DATASETS, Data
 from mpiddp.train.resnet import ARCHITECTURES, ARCHS
-from mpiddp.train.train import DONE, STOPPED, Recipe, Score, Step, Training
+from mpiddp.train.train import DONE, STOPPED, Recipe, Step, Training
 
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
 AVERAGE_EVERY = 32  # steps between two updates of the average, as in torchvision's references
@@ -408,13 +408,6 @@ class Trainer(Training):
         of_neighbours = cross_entropy(logits, labels.roll(1, 0))
         return part * cross_entropy(logits, labels) + (1 - part) * of_neighbours
 
-    def reducing(self, reduces: bool) -> contextlib.AbstractContextManager[None]:
-        if not parallel.is_sharded(self.ddp):
-            return super().reducing(reduces)
-        self.ddp.set_requires_gradient_sync(reduces)  # type: ignore[operator]
-        self.ddp.set_is_last_backward(reduces)  # type: ignore[operator]
-        return contextlib.nullcontext()
-
     def autocast(self) -> torch.autocast:
         """A sharded model has its own policy instead, see parallel.py."""
         amp, is_on = self.config.amp, self.config.amp != "off" and self.config.parallel == "ddp"
@@ -541,13 +534,6 @@ class Trainer(Training):
 
     def changed_to_score(self) -> Mapping[str, Tensor]:
         return self.average or super().changed_to_score()
-
-    def evaluate(self, dataset: Dataset, *, views: int = 1) -> Score:
-        score = super().evaluate(dataset, views=views)
-        for module in self.model.modules():
-            if parallel.is_sharded(module):  # free what only a backward pass would free
-                module.reshard()  # type: ignore[operator]
-        return score
 
     def save(self, checkpoints: mpiddp.Checkpoints, step: int) -> None:
         interval = self.config.check_divergence

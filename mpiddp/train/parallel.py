@@ -46,6 +46,15 @@ def wrap_in_ddp(model: nn.Module, image_size: int) -> nn.Module:
     return ddp
 
 
+def reducing(model: nn.Module, reduces: bool) -> contextlib.AbstractContextManager[None]:
+    """The context of a pass that sums the gradients over the ranks, or does not."""
+    if is_sharded(model):
+        model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+        model.set_is_last_backward(reduces)  # type: ignore[operator]
+    waits = not reduces and not is_sharded(model) and dist.get_world_size() > 1
+    return model.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
+
+
 @contextlib.contextmanager
 def scored_weights(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """In the body, the model is to be evaluated, with these values and the mean statistics. A collective."""
@@ -54,6 +63,8 @@ def scored_weights(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[N
     model.load_state_dict(mean_statistics(values, model), strict=False)
     model.eval()
     yield
+    for module in filter(is_sharded, model.modules()):
+        module.reshard()  # type: ignore[operator]  # free what only a backward pass would free
     model.train()
     model.load_state_dict(before, strict=False)
 

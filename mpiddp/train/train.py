@@ -10,7 +10,6 @@ checkpoints, the command line. `mpiddp train` (main.py) adds options to this tra
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import sys
@@ -214,7 +213,7 @@ class Training:
                     images, labels = next(batches)  # float [N, 3, H, W], int64 [N]
                     if side != images.shape[-1]:
                         images = F.adaptive_avg_pool2d(images, side)
-                    with self.reducing(left == 0):
+                    with parallel.reducing(self.ddp, left == 0):
                         with self.autocast():
                             loss = self.loss(images, labels, step)
                         self.backward(loss * weight)
@@ -228,11 +227,6 @@ class Training:
         """The sum of the losses of these images; an image whose label is IGNORED has none: a scalar."""
         smoothing = self.recipe.label_smoothing
         return F.cross_entropy(self.ddp(images), labels, reduction="sum", label_smoothing=smoothing)
-
-    def reducing(self, reduces: bool) -> contextlib.AbstractContextManager[None]:
-        """The context of a pass that sums the gradients over the ranks, or does not."""
-        waits = not reduces and self.world_size > 1
-        return self.ddp.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.amp == "bf16")
