@@ -217,6 +217,14 @@ class Record:
         return find_wait(self.calls, self.world_size, range(self.world_size))
 
     @property
+    def forming_wait(self) -> Wait | None:
+        """The wait in init_process_group for ranks that have not come there."""
+        waiting = sorted(self.forming)
+        missing = [rank for rank in self.left if rank not in self.forming]
+        since = min(self.forming.values(), default=0.0)
+        return Wait("init_process_group", since, waiting, missing, {}) if waiting else None
+
+    @property
     def left(self) -> list[int]:
         """The ranks that still run, or have failed."""
         return [rank for rank in range(self.world_size) if rank not in self.done]

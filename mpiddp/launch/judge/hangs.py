@@ -36,10 +36,8 @@ def next_look_at(record: Record, looked_at: float = 0.0, printed_at: float = 0.0
     At `looked_at` a hang was found last, and at `printed_at` the job has last printed something.
     """
     asked, times = record.act("asked"), [_quiet_at(record, printed_at)]
-    if record.wait is not None:
-        times.append(_since(record, record.wait) + WAIT_S)
-    if record.forming:
-        times.append(min(record.forming.values()) + WAIT_S)
+    waits = filter(None, (record.wait, record.forming_wait))
+    times += [_since(record, wait) + WAIT_S for wait in waits]
     at = min((at for at in times if at > looked_at), default=float("inf"))
     return at if asked is None else max(at, asked.at + BETWEEN_LOOKS_S)
 
@@ -50,15 +48,13 @@ def find_hang(record: Record, printed_at: float = 0.0) -> Hang | None:
     if asked is None:
         return None
     is_quiet = asked.at >= _quiet_at(record, printed_at)
-    wait = find_wait(record.calls, record.world_size, _told(record))
+    wait = find_wait(record.calls, record.world_size, _told(record)) or record.forming_wait
     is_over = is_quiet and limit_s is not None
     if wait is not None and (is_quiet or asked.at >= _since(record, wait) + WAIT_S):
         sentence = _wait_sentence(record, wait, asked.at)
         functions = [_place(record, rank).partition(" (")[0] for rank in wait.missing]
         stacks = _stacks_of(record, wait.missing or record.left)
         return Hang(f"{wait.missing} {functions} {is_quiet}", f"{sentence}{stacks}", is_over)
-    if record.forming and (is_quiet or asked.at >= min(record.forming.values()) + WAIT_S):
-        return Hang(f"{[*record.forming]}", _forming_sentence(record, asked.at), is_over)
     if not is_quiet:
         return None
     since = _quiet_since(record, printed_at)
@@ -110,7 +106,7 @@ def _since(record: Record, wait: Wait) -> float:
     As long as all waiting ranks make other collectives, only a thread of each waits, as in a background save.
     So the wait begins when one of them makes no more calls.
     """
-    return max(wait.since, min(record.called_at[rank] for rank in wait.waiting))
+    return max(wait.since, min(record.called_at.get(rank, 0.0) for rank in wait.waiting))
 
 
 def _told(record: Record) -> set[int]:
@@ -128,33 +124,19 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> str:
     if wait.others:
         calls = ", ".join(f"{call} of {record.names(of)}" for call, of in wait.calls.items())
         return f"the ranks have called different collectives: {calls}; {places_sentence(record)}"
-    waited = _waited(wait.waiting, now - wait.since)
+    seconds, (first, *others) = f"{now - wait.since:.0f} s", wait.waiting
+    waited = f"rank {first} has waited {seconds}"
+    if others:
+        few = f"ranks {', '.join(map(str, wait.waiting))}"
+        who = few if len(wait.waiting) <= 2 * _NAMED else f"{len(wait.waiting)} ranks"
+        waited = f"{who} have waited {seconds}"
+    if not wait.missing:
+        return f"{waited} in {wait.call}; {places_sentence(record)}"
     names, is_one = record.names(wait.missing), len(wait.missing) == 1
     sentence = f"{names} {'has' if is_one else 'have'} not entered {wait.call}, for which {waited}"
-    if is_one:
+    if is_one and not record.forming:
         return f"{sentence}; it {_clauses(record, wait.missing[0])[0]}."
-    return f"{sentence}; {places_sentence(record, wait.missing)}"
-
-
-def _waited(ranks: Sequence[int], seconds: float) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has waited {seconds:.0f} s"
-    few = f"ranks {', '.join(map(str, ranks))}"
-    return (
-        f"{few if len(ranks) <= 2 * _NAMED else f'{len(ranks)} ranks'} have waited {seconds:.0f} s"
-    )
-
-
-def _forming_sentence(record: Record, now: float) -> str:
-    """A sentence about the ranks that wait in init_process_group, and about those that have not come."""
-    waited = _waited(sorted(record.forming), now - min(record.forming.values()))
-    missing = [rank for rank in range(record.world_size) if rank not in record.forming]
-    if not missing:
-        return (
-            f"{waited} in init_process_group and do not find each other: {places_sentence(record)}"
-        )
-    have = f"{record.names(missing)} {'has' if len(missing) == 1 else 'have'} not come"
-    return f"{have} to init_process_group, in which {waited}: {places_sentence(record)}"
+    return f"{sentence}; {places_sentence(record, [*wait.missing, *record.forming])}"
 
 
 def places_sentence(record: Record, ranks: Sequence[int] | None = None) -> str:

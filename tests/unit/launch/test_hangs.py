@@ -191,6 +191,24 @@ def test_who_has_not_entered_a_collective_is_named_once_per_place():
     assert job.after(3600) == ""
 
 
+def test_who_has_not_come_to_the_group_is_named_with_all_places():
+    job = Job(3)
+    for rank in (0, 2):
+        job.note(rank, "forming", active=True)
+    job.stacks = {0: EVALUATES, 1: OPENS, 2: EVALUATES}
+    assert job.after(59) == ""
+    assert job.after(60).partition("\n")[0] == (
+        "rank 1 on b has not entered init_process_group, for which ranks 0, 2 have waited 60 s; "
+        "rank 0 on a, rank 2 on c are in evaluate (train.py:95): predicted = model(batch); "
+        "rank 1 on b is in load (data.py:40): with open(path) as file."
+    )
+    job.note(1, "forming", active=True)
+    assert next_look_at(job.record, job.looked_at) == float("inf")
+    for rank in range(3):
+        job.note(rank, "forming", active=False)
+    assert job.record.forming_wait is None
+
+
 def test_threads_of_libraries_do_not_hide_the_sentence():
     """A progress bar's thread and a queue's are left out; a thread that executes the script's lines stays."""
 
