@@ -78,9 +78,8 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     runtime, option, plm, other, tmpdir = _NAMES[generation]
     followers = [*filter(None, (row.followed_by for row in SCHEDULERS)), other]
     hosts = request.hosts.hosts
-    names = [
-        host.alias for host in hosts for _ in range(host.ranks)
-    ]  # mpirun takes no IPv6 address
+    # mpirun takes no IPv6 address.
+    names = [host.alias for host in hosts for _ in range(host.ranks)]
     listed, several, why_pinned = command.host_file(names), len(hosts) > 1, request.why_pinned
     include = ",".join(request.networks) if several else ""
     # Open MPI knows networks of IPv4 only. Over IPv6, it would take the loopback.
