@@ -435,7 +435,7 @@ FORMS = {
         1,
     ),
     "spawns a child": (BOTH, f"{JOINS}def work(index): joins()\n{IN_A_CHILD}", 1),
-    "a port before torch": (OURS, f"{CHOOSES}{JOINS}joins()\njoins()", 2),
+    "a port before torch": (OURS, f"{CHOOSES}{JOINS}joins()", 1),
     "a port after a group": (OURS, f"{JOINS}joins()\n{CHOOSES}\njoins()", 2),
     "another name of the host": (
         BOTH,
