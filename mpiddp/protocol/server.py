@@ -94,18 +94,10 @@ class ChannelServer:
         """Whether any process that belongs to the job is connected."""
         return any(group.members for group in self._groups)
 
-    def send(
-        self,
-        rank: int,
-        line: bytes,
-        value: bytes = b"",
-        *,
-        digest: bytes = b"",
-        to_script: bool = False,
-    ) -> None:
+    def send(self, rank: int, line: bytes, value: bytes = b"", *, to_script: bool = False) -> None:
         """Send a message to a rank, or to its script, if it is connected. See `Peer.send`."""
         if (peer := (self.scripts if to_script else self._ranks).get(rank)) is not None:
-            peer.send(line, value, digest)
+            peer.send(line, value, channel.digest(value))
 
     def send_all(self, kind: str, **facts: object) -> None:
         line = encode(kind, b"", **facts)

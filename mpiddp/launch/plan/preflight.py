@@ -57,9 +57,7 @@ class HostInfo:
     interfaces: tuple[Interface, ...]
     python: str = ""  # its version
     has_script: bool = True
-    errors: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of paths that its user there cannot reach
+    errors: Mapping[str, str] = field(default_factory=dict)  # of paths that its user lacks
     address: str = ""  # of this host, to which ssh has connected
     machine: str = ""  # equal for two names of one machine; "" if it is not known
     hostname: str = ""  # its own name

@@ -215,7 +215,6 @@ class Exchange:
     def __init__(self, function: bytes = b"") -> None:
         self._function = function  # as `mpiddp.spawning.spawn.pickled_call` makes it
         self._mac = channel.mac("", "function", function)
-        self._digest = channel.digest(function)
         self.world_size = 0
         # The pickles of the latest attempt, in base64, by rank.
         self.results: dict[int, bytes] = {}
@@ -234,7 +233,7 @@ class Exchange:
         key = channel.member_key(server.key, channel.SCRIPT, rank)
         if event.kind == "function":
             line = encode("function", mac=channel.mac(key, self._mac))
-            server.send(rank, line, self._function, digest=self._digest, to_script=True)
+            server.send(rank, line, self._function, to_script=True)
         elif facts["mac"] == channel.mac(key, "answer", facts["body"]):
             answers = self.results if facts["is_result"] else self.errors
             answers[rank] = facts["body"]

@@ -153,6 +153,7 @@ class Job:
                     raise cut_off from None
 
     def next_move(self, latest: Outcome) -> Move:
+        self.pause_s = 0.0  # before the next attempt
         if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):
             return Move.END
         if latest.stop is Stop.TO_GROW:
@@ -162,21 +163,18 @@ class Job:
         if latest.code != FAILED or self.past.failures >= self.options.max_restarts:
             return Move.END
         self.failures_in_a_row = 1 if latest.made_steps else self.failures_in_a_row + 1
-        if time.monotonic() + self._pause_s >= self.launcher.stop_at:
+        if self.failures_in_a_row > 1:  # the first restart begins at once
+            doubled = _FIRST_PAUSE_S * 2 ** min(self.failures_in_a_row - 2, 10)
+            self.pause_s = min(doubled, _LONGEST_PAUSE_S)
+        if time.monotonic() + self.pause_s >= self.launcher.stop_at:
             why = self.launcher.why_stop.replace(STOP_AFTER, f"the time of {STOP_AFTER} is over")
             log.error(f"the job is not restarted, because {why}.")
             return Move.END
         return Move.RESTART
 
-    @property
-    def _pause_s(self) -> float:
-        """The pause before a restart. The first one begins at once."""
-        doubled = _FIRST_PAUSE_S * 2 ** min(self.failures_in_a_row - 2, 10)
-        return min(doubled, _LONGEST_PAUSE_S) if self.failures_in_a_row > 1 else 0.0
-
     def go_on(self, move: Move, latest: Outcome) -> Outcome:
         """Make the next attempt, as the move says. Returns its outcome, or why it has not begun."""
-        interrupted, before, count, pause_s = _INTERRUPTED, self.plan, "", 0.0
+        interrupted, before, count = _INTERRUPTED, self.plan, ""
         if move is Move.GROW and latest.code == STOPPED:
             interrupted = _STOPPED  # all ranks have saved, so a stop loses no step
         else:
@@ -184,13 +182,12 @@ class Job:
             self.past = self.past._replace(grows=self.past.grows and move is Move.RESTART)
         if move is Move.RESTART:
             self.past = self.past._replace(failures=self.past.failures + 1)
-            pause_s = self._pause_s
             count = f" (restart {self.past.failures} of {self.options.max_restarts})"
         try:
             if move is Move.SHRINK and self.grown_from is not None:
                 self.plan, self.grown_from = self.grown_from, None
             else:
-                self.plan = self._plan_again(pause_s)
+                self.plan = self._plan_again()
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:
@@ -211,13 +208,13 @@ class Job:
             log.info(f"{ranks}; the global batch stays at {announced.global_batch_size}.")
         return self.attempt()
 
-    def _plan_again(self, pause_s: float) -> Plan:
+    def _plan_again(self) -> Plan:
         """The plan for the hosts that are listed and usable after a pause.
 
         If the list has an error, the hosts of the latest attempt stay listed. Raises KeyboardInterrupt if the
         user stops the job meanwhile, and UserError or JobFailed if there is no plan.
         """
-        self._heed_stop(pause_s)
+        self._heed_stop(self.pause_s)
         forget_addresses()
         with self.launcher.signals.interrupting():
             named = self.plan.named
