@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
 from mpiddp.arguments import OURS, OneSentenceParser, as_arguments, duration
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by, print_error
@@ -110,11 +110,7 @@ class Jobs:
         return [*command, "-n", str(ranks)]
 
     def run(self, *job: str) -> Any:
-        """Run a job on all slots, and return the result that its rank 0 has sent.
-
-        Raises:
-            BenchJobFailed: it did not succeed within `timeout_s`.
-        """
+        """The result that rank 0 of a job on all slots has sent. Raises BenchJobFailed, as `output_of`."""
         command = [*self.command(self.slots), *job]
         [result] = read_results(output_of(command, timeout_s=self.timeout_s))
         return result
@@ -192,24 +188,18 @@ def launch_command(*options: str) -> list[str]:
 
 
 def output_of(argv: Sequence[str], *, timeout_s: float) -> list[str]:
-    """Run a command to its end, and return the lines of its stdout.
-
-    Raises:
-        BenchJobFailed: its exit code is not 0, or it did not end within `timeout_s`.
-    """
-    with started(argv, subprocess.PIPE) as (child, stderr):
+    """The lines that a command prints. Raises BenchJobFailed if it failed, or did not end in `timeout_s`."""
+    with started(argv, subprocess.PIPE) as child:
         try:
             printed, _ = child.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise BenchJobFailed(1, f"mpiddp: a job did not end within {timeout_s:g} s.") from None
-        if child.returncode != DONE:
-            raise BenchJobFailed(child.returncode, text_of(stderr))
     return str(printed).splitlines()
 
 
 @contextlib.contextmanager
-def started(argv: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """Start a command, and stop it at the end, also on Ctrl-C. Yield it, and the file of its stderr."""
+def started(argv: Sequence[str], stdout: int) -> Iterator[subprocess.Popen[str]]:
+    """Start a command, and stop it at the end, also on Ctrl-C. Raises BenchJobFailed if it failed before."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
         subprocess.Popen(
@@ -224,14 +214,12 @@ def started(argv: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen
         ) as child,
     ):
         try:
-            yield child, stderr
+            yield child
+            if child.poll() not in (None, DONE):
+                stderr.seek(0)
+                raise BenchJobFailed(child.returncode, stderr.read().strip())
         finally:
             child.terminate()
-
-
-def text_of(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read().strip()
 
 
 def emit(result: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.gpus import tool_output
@@ -21,39 +21,23 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.transport import Transport
 from mpiddp.text import shown, with_fix
 
+if TYPE_CHECKING:
+    from configparser import SectionProxy
+
 NO_PROGRAM = 96  # no exit code of ssh (255), of a shell (126, 127, 128 + N) or of Python (1, 2)
 _SHOWN = 140  # characters of a reason of ssh
 _CONFIG_S = 5.0  # ssh -G, ssh-keygen and ssh-add get this time
 
-_SLOW = "If its logins are slow: --login-timeout {longer}s"
-
-
-class SshError(NamedTuple):
-    """A row of ssh_errors.ini."""
-
-    id: str
-    pattern: str
-    cause: str
-    fix: str
-    says: tuple[str, ...]
-    example: str
-
 
 @cache
-def ssh_errors() -> tuple[SshError, ...]:
+def ssh_errors() -> list[SectionProxy]:
+    """The rows of ssh_errors.ini, which says what their fields are. Their names are ids."""
     from configparser import RawConfigParser  # only an error needs it
 
-    parser = RawConfigParser(delimiters="=", comment_prefixes=";")
+    missing = {"fix": "", "says": "", "example": ""}
+    parser = RawConfigParser(missing, delimiters="=", comment_prefixes=";")
     parser.read(Path(__file__).with_name("ssh_errors.ini"), "utf-8")
-    rows = [(name, row, row.get("says", "").split(" |")) for name, row in parser.items() if row]
-    return tuple(
-        SshError(
-            *(name, row["pattern"], row["cause"], row.get("fix", "")),
-            says=tuple(text.strip() for text in says if text),
-            example=row.get("example", ""),
-        )
-        for name, row, says in rows
-    )
+    return [parser[name] for name in parser.sections()]
 
 
 _SAYS_NOTHING = re.compile(
@@ -134,7 +118,7 @@ class Answer:
             return transport.complaint(host.name, reason)
         printed = self.printed_before.strip().splitlines()
         if self.exit_code is None:
-            slow = _SLOW.format(longer=f"{2 * transport.login_s:.0f}")
+            slow = f"If its logins are slow: --login-timeout {2 * transport.login_s:.0f}s"
             why, ssh = "A start-up file there may wait for input", ssh_line(host)
             if not printed:
                 ssh = ssh.replace("ssh", "ssh -v", 1)
@@ -189,14 +173,14 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
         "longer": f"{2 * transport.login_s:.0f}",
     }
     for error in ssh_errors():
-        if match := re.search(error.pattern, text, re.MULTILINE):
-            files = settings(host, "identityfile") if error.id == "ssh-key-refused" else ()
+        if match := re.search(error["pattern"], text, re.MULTILINE):
+            files = settings(host, "identityfile") if error.name == "ssh-key-refused" else ()
             keys = (os.path.expanduser(file) for file in files)  # noqa: PTH111
             if key := next(filter(_is_locked, keys), ""):
                 agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '
                 why = f"the key {key} has a passphrase, and no agent holds it"
                 return with_fix(f"ssh {host.name}: {why}.", f"{agent}ssh-add {key}")
-            return with_fix(error.cause, error.fix).format(*match.groups(), **words)
+            return with_fix(error["cause"], error["fix"]).format(*match.groups(), **words)
     # A module of PAM says why, before sshd closes the connection. A warning does not say why.
     says_why = [
         line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)
@@ -208,11 +192,12 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     return with_fix(f"ssh {host.name} failed: {' / '.join(said[-2:])[:_SHOWN]}.", f"{ssh} true")
 
 
-def in_general(error: SshError) -> tuple[str, str]:
+def in_general(error: SectionProxy) -> tuple[str, str]:
     """The cause and the fix of an error, for a page that speaks of no host in particular."""
     words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE"}
     words |= {"here": "this host", "connect": "10", "at": "22", "longer": "30"}
-    return error.cause.format(error.example, **words), error.fix.format(error.example, **words)
+    cause, fix = (error[field].format(error["example"], **words) for field in ("cause", "fix"))
+    return cause, fix
 
 
 @cache

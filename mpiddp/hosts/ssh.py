@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType
-from typing import IO, BinaryIO
+from typing import IO
 
 from mpiddp.errors import UserError
 from mpiddp.hosts import jump
@@ -35,7 +35,6 @@ from mpiddp.hosts.processes import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
 _MOST_LOGINS = 32  # that wait for their hosts at the same time
-_NO_SSH = "ssh is not installed here."
 _FILES_PER_HOST = 3  # a login has a socket and two pipes
 _END_S = 4.0  # a program on this machine gets this time to end by itself
 _ENDS_STEP_S = 1.0  # a scheduler's program gets this time to end its task
@@ -134,7 +133,7 @@ def ask_hosts(
     """
     if (others := other_hosts(hosts)) and not transport.is_installed:
         fix = "sudo apt-get install openssh-client"
-        raise UserError(f"{_NO_SSH} {transport.hint}".rstrip(), fix=fix)
+        raise UserError(f"ssh is not installed here. {transport.hint}".rstrip(), fix=fix)
     kept = logins if transport.keeps_open else None
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     work_s = transport.login_s if work_s is None else work_s
@@ -259,17 +258,12 @@ def config_file(
     """
     transport = transport._replace(silence_s=SSH.silence_s)
     text = "LogLevel INFO\n" + ssh_config(hosts, transport, shares_jumps=shares_jumps)
-    with unnamed_file(text.encode()) as file:
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes inherited files
-
-
-def unnamed_file(content: bytes = b"") -> BinaryIO:
-    """A file in memory, because a disk may be full. A Python of uv uses the disk: it has no memfd_create."""
+    # In memory, because a disk may be full. A Python of uv uses the disk: it has no memfd_create.
     memory = hasattr(os, "memfd_create")
-    file = os.fdopen(os.memfd_create("mpiddp"), "w+b") if memory else TemporaryFile()  # noqa: SIM115
-    file.write(content)
-    file.seek(0)
-    return file
+    with os.fdopen(os.memfd_create("mpiddp"), "w+b") if memory else TemporaryFile() as file:
+        file.write(text.encode())
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes inherited files
 
 
 class Login:

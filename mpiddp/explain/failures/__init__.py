@@ -13,7 +13,7 @@ has a text of the real program in tests/data/failures/. `python -m docs.troubles
 
 from __future__ import annotations
 
-from configparser import RawConfigParser
+from configparser import RawConfigParser, SectionProxy
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -64,25 +64,29 @@ class Failure:
         return PROGRAMS[self.id.partition("-")[0]]
 
 
-_parser = RawConfigParser(delimiters="=", comment_prefixes=";")
+def _says(row: SectionProxy) -> tuple[str, ...]:
+    return tuple(text.strip() for text in row["says"].split(" |"))
+
+
+_MISSING = {"cause": "", "fix": "", "pattern": "", "weight": "cause"}
+_parser = RawConfigParser(_MISSING, delimiters="=", comment_prefixes=";")
 for _path in sorted(Path(__file__).parent.glob("*.ini")):
     _parser.read_string(_path.read_text(encoding="utf-8"), str(_path))
 _OF_FILES = (
     Failure(
-        id=name,
-        says=tuple(text.strip() for text in row["says"].split(" |")),
-        cause=" ".join(row.get("cause", "").split()),
-        fix=" ".join(row.get("fix", "").split()),
-        pattern="".join(row.get("pattern", "").split("\n")),
-        weight=Weight[row.get("weight", "cause").upper()],
+        id=row.name,
+        says=_says(row),
+        cause=" ".join(row["cause"].split()),
+        fix=" ".join(row["fix"].split()),
+        pattern="".join(row["pattern"].split("\n")),
+        weight=Weight[row["weight"].upper()],
     )
-    for name, row in _parser.items()
-    if row
+    for row in map(_parser.__getitem__, _parser.sections())
 )
 _OF_SSH = (
-    Failure(error.id, error.says, *in_general(error), pattern=error.pattern, weight=Weight.CAUSE)
-    for error in ssh_errors()
-    if error.says
+    Failure(row.name, _says(row), *in_general(row), pattern=row["pattern"], weight=Weight.CAUSE)
+    for row in ssh_errors()
+    if row["says"]
 )
 ROWS = (*_OF_FILES, *_OF_SSH)
 FAILURES = tuple(row for row in ROWS if row.cause)
