@@ -22,9 +22,7 @@ BENCHMARKS = {
 def main(argv: list[str]) -> int:
     """Run the benchmark that `argv` names; return 0, or the exit code of a failed job: 1 or 2.
 
-    Raises:
-        UserError: bad input, found before the first measurement.
-        JobFailed: a disk has failed or is full.
+    Raises UserError for bad input, before the first measurement, and JobFailed if a disk fails or is full.
     """
     if not argv or argv[0] in ("-h", "--help"):
         lines = "\n".join(f"  {name:<12}{purpose}" for name, purpose in BENCHMARKS.items())

@@ -51,11 +51,7 @@ class BenchJobFailed(Exception):
 def new_parser(
     prog: str, purpose: str, options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[OneSentenceParser, list[argparse.Action]]:
-    """A parser, and its options that are `mpiddp launch`'s and choose the hosts.
-
-    Args:
-        options: argparse's keywords of each option of the benchmark.
-    """
+    """A parser with these options of a benchmark, and its options that are `mpiddp launch`'s."""
     parser = OneSentenceParser(
         prog=prog,
         description=f"Measure {purpose}; print a table and write {_name(prog)}.json.",
@@ -83,22 +79,16 @@ def _name(prog: str) -> str:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a benchmark.
-
-    command_line: the command of the benchmark, without the values of -x, which may be secrets.
-    where: the options of `mpiddp launch` that choose the hosts. slots: the number of ranks on these hosts.
-    per_host: the ranks of the fullest host. starter: the MPI. timeout_s: the limit of one job.
-    out: the folder of the results.
-    """
+    """The jobs of a benchmark."""
 
     name: str
-    command_line: str
-    where: tuple[str, ...]
-    slots: int
-    per_host: int
-    starter: str
-    timeout_s: float
-    out: Path
+    command_line: str  # of the benchmark, without the values of -x, which may be secrets
+    where: tuple[str, ...]  # the options of `mpiddp launch` that choose the hosts
+    slots: int  # ranks on these hosts
+    per_host: int  # ranks of the fullest host
+    starter: str  # the MPI
+    timeout_s: float  # of one job
+    out: Path  # the folder of the results
 
     def command(self, ranks: int) -> list[str]:
         """The beginning of the command of a job on so many ranks."""
@@ -123,9 +113,7 @@ class Jobs:
     ) -> int:
         """Measure, print and write; return 0, or the exit code of a failed job: 1 or 2.
 
-        Raises:
-            UserError: --out cannot be used, found before the first measurement.
-            JobFailed: a disk has failed or is full.
+        Raises UserError, before the first measurement, if --out cannot be used, and JobFailed for a bad disk.
         """
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C

@@ -33,8 +33,6 @@ from mpiddp.watch.running_jobs import RunningJob, running_jobs
 # The first steps allocate memory and select kernels, so they do not count.
 WARMUP_STEPS = 3
 _POLL_S = 0.5  # a rank reports its step twice a second
-_TITLE = "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
-
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ranks": {
@@ -101,17 +99,16 @@ class Results(TypedDict):
 
 
 class Reported(NamedTuple):
-    """The newest step that a rank has reported, and when: by time.monotonic()."""
+    """The newest step that a rank has reported."""
 
     step: int
-    at: float
+    at: float  # by time.monotonic()
 
 
 def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float) -> ScalingRun:
     """Start a script on so many ranks, count its steps for so many seconds or until its end, and stop it.
 
-    Raises:
-        BenchJobFailed: it failed, or made too few steps within `timeout_s`.
+    Raises BenchJobFailed if it failed, or made too few steps within `timeout_s`.
     """
     first: dict[int, Reported] = {}
     last: dict[int, Reported] = {}
@@ -173,4 +170,7 @@ def table(results: Results) -> str:
         ratios = [a / b for a, b in zip(speeds[ranks], speeds[smallest], strict=True)]
         cells = (str(ranks), str(hosts[ranks]), spread(speeds[ranks], ".3g"))
         rows.append([*cells, spread(ratios, ".3f")])
-    return f"{_TITLE}\n\n{aligned(('ranks', 'hosts', 'steps/s', 'efficiency'), rows)}"
+    title = (
+        "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
+    )
+    return f"{title}\n\n{aligned(('ranks', 'hosts', 'steps/s', 'efficiency'), rows)}"

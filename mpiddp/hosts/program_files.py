@@ -55,11 +55,8 @@ def files_of(
     A file comes before those that it imports, so the first file that differs explains later ones. The name of
     a file in the folder of the script, or of python -m, is relative to this folder.
 
-    Args:
-        kind: "script" or "module"; anything else has no files.
-        name: the script's path, or the module's name.
-        folder: the working folder.
-        others: further folders from which modules are imported, see `import_folders`.
+    `kind` is "script" or "module" (another one has no files), `name` the script's path or the module's name,
+    `folder` the working folder. `others` are further folders of modules, see `import_folders`.
     """
     from hashlib import sha256  # takes 5 ms of each rank, and a job on one host does not need it
 

@@ -45,28 +45,14 @@ _REPLACED = ".mpiddp-replaced"
 _MOST_LISTED = 1 << 27  # bytes of a list of paths that a host may have written,
 _MOST_PATHS = 5_000_000  # and its paths
 _AT_ONCE = 8  # rsync processes
-# -s keeps names of files from the shell there (its long name differs between versions of rsync). The cats of
-# _SHELL need pipes that block.
+# -s keeps names of files from the shell there (its long name differs between versions of rsync). rsync_ssh.sh
+# needs pipes that block.
 _RSYNC = (
     *("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates"),
     *("--partial-dir=.mpiddp-part", "--out-format=%i %l %n"),
 )
 _VANISHED = 24  # rsync's exit code if a file was deleted meanwhile
-
-# ssh for rsync, which gets LOGIN. $AGENT and $SH stand for the words of the transport. Until a line LOGIN
-# has come, only start-up files of the login shell there read and print. They read empty lines, a shell that
-# they have started reads the command, and their output is dropped. The exit code is ssh's, and so that of the
-# rsync there, which may have written only a part. The first cat ends with the rsync here, so nothing waits
-# for it.
-_SHELL = """sh -c '
-exec 4>&1 5<&0
-login=$0 host=$1; shift
-exit $({
-  { printf "\\n\\n\\n\\n\\n\\n\\n\\n%s\\n%s\\n" "$*" "$login"; exec cat; } <&5 3>&- 4>&- |
-    { $AGENT "$host" $SH "$*" 3>&- 4>&-; echo $? >&3; } |
-    while IFS= read -r line; do [ "$line" = "$login" ] && exec cat >&4 3>&-; done &
-} 3>&1)
-'"""
+_SSH = Path(__file__).with_name("rsync_ssh.sh")
 _RSYNC_THERE = (
     f'exec sh -c \'echo {LOGIN}; until [ "$line" = {LOGIN} ]; do IFS= read -r line || exit; done; '
     'exec rsync "$@"\' sh'
@@ -331,13 +317,13 @@ def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"")
     """
     if shutil.which("rsync") is None:
         raise UserError(pushed.NO_RSYNC.format("here", ""))
-    env = {**transport.environment(os.environ), "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
         program, *options = ("ssh", "-F", config, "--") if transport.is_ssh else transport.agent
         agent = " ".join((program, *transport.at_once, *options))
-        shell = f"{_SHELL} {LOGIN}".replace("$AGENT", agent).replace(
-            "$SH", " ".join(transport.shell)
-        )
+        words = {"AGENT": agent, "SH": " ".join(transport.shell), "LOGIN": LOGIN}
+        # The messages of rsync are in English.
+        env = {**transport.environment(os.environ), **words, "LC_ALL": "C"}
+        shell = f"sh {shlex.quote(str(_SSH))}"
         command = [*_RSYNC, f"--rsync-path={_RSYNC_THERE}", "-e", shell, *arguments]
         done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):
