@@ -91,18 +91,28 @@ def named_hosts(
     else:
         hosts = find_allocation(env)
     if hosts is not None:
-        _refuse_another_user(hosts)
+        _refuse_another_login(hosts)
     return hosts and replace(hosts, transport=hosts.transport._replace(login_s=login_s))
 
 
-def _refuse_another_user(hosts: Hosts) -> None:
-    """Raise UserError if a host is this machine, with another user: its ranks start here, without a login."""
-    own = ""
-    with suppress(KeyError):  # a container may have no entry for its user
-        own = pwd.getpwuid(os.getuid()).pw_name
-    suspects = [host for host in hosts.hosts if host.user not in (None, own)]
+def _refuse_another_login(hosts: Hosts) -> None:
+    """Raise UserError if a host is this machine by its name, but not by its user or its port.
+
+    Ranks of this machine start without ssh, as this user. The port may be that of a container.
+    """
+    suspects = [host for host in hosts.hosts if host.user or host.port]
     resolve_all([host.name for host in suspects])
-    if host := next((host for host in suspects if is_this_host(host.name)), None):
-        is_here = f"{host.name} is this machine, where ranks start without ssh"
-        sentence = f"{hosts.where(host)}: {is_here}, so user={host.user} would be ignored."
-        raise UserError(with_fix(sentence, "remove it, or give a container its own address"))
+    own: set[str | int | None] = {None, 22}
+    with suppress(KeyError):  # a container may have no entry for its user
+        own.add(pwd.getpwuid(os.getuid()).pw_name)
+    for file in (Path("/etc/ssh/sshd_config"), *Path("/etc/ssh/sshd_config.d").glob("*.conf")):
+        with suppress(OSError):  # not everybody may read it
+            text = file.read_text("utf-8", errors="replace")
+            own |= {*map(int, re.findall(r"(?mi)^\s*Port[ \t=]+(\d{1,5})\s*$", text))}
+    for host in suspects:
+        values = {"user": host.user, "port": host.port}.items()
+        wrong = " and ".join(f"{key}={value}" for key, value in values if value not in own)
+        if wrong and is_this_host(host.name):
+            is_here = f"{host.name} is this machine, where ranks start without ssh"
+            sentence = f"{hosts.where(host)}: {is_here}, so {wrong} would be ignored."
+            raise UserError(with_fix(sentence, "remove it, or give a container its own address"))
