@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     if sizes[-1] > jobs.slots:
         raise UserError(f"--ranks {sizes[-1]} is more than the {jobs.slots} available slots.")
 
-    def measure() -> Results:
+    def measure() -> dict[str, list[ScalingRun]]:
         turns = [
             (number, ranks)
             for number in range(1, values.rounds + 1)
@@ -92,10 +92,6 @@ class ScalingRun(TypedDict):
     hosts: int
     steps: int
     seconds: float
-
-
-class Results(TypedDict):
-    runs: list[ScalingRun]
 
 
 class Reported(NamedTuple):
@@ -157,7 +153,7 @@ def _facts_of(job: RunningJob | None) -> dict[str, Any]:
     return {}
 
 
-def table(results: Results) -> str:
+def table(results: dict[str, list[ScalingRun]]) -> str:
     speeds: dict[int, list[float]] = {}
     hosts: dict[int, int] = {}
     for run in results["runs"]:

@@ -22,13 +22,12 @@ from mpiddp.hosts.transport import Transport
 from mpiddp.text import counted, listed, shown, size_text
 
 _OF_A_RUN = ("--no-links", "--no-devices", "--no-specials", "--prune-empty-dirs", "--exclude=.*")
-_DIFFERING = ("--dry-run", "--existing", "--size-only")
-_WHERE = "the folder of the run, at the same path on every host"
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
     parser.usage = "mpiddp hosts pull [options] [FILE] FOLDER"
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=_WHERE)
+    where = "the folder of the run, at the same path on every host"
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=where)
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
@@ -61,7 +60,8 @@ def _pull(host: Host, folder: Path, transport: Transport) -> str:
     paths = ("--", f"{host.alias}:{folder}/", f"{folder}/")
     sizes = push.sizes(push.rsync(host, transport, *_OF_A_RUN, "--ignore-existing", *paths))
     came = f"{counted(len(sizes), 'file')}, {size_text(sum(sizes))}" if sizes else "nothing new"
-    compared = push.rsync(host, transport, *_OF_A_RUN, *_DIFFERING, *paths)
+    differing = ("--dry-run", "--existing", "--size-only")
+    compared = push.rsync(host, transport, *_OF_A_RUN, *differing, *paths)
     names = {os.fsdecode(line.split(b" ", 2)[2]) for line in compared if line[:2] == b">f"}
     # rsync writes an odd name in another way.
     known = [name for name in sorted(names) if (folder / name).is_file()]

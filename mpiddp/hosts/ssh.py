@@ -29,6 +29,7 @@ from typing import IO
 from mpiddp.errors import UserError
 from mpiddp.hosts import jump
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
+from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.processes import OPEN_BESIDES, allow_open
@@ -238,13 +239,11 @@ def _of_machine() -> str:
 
     The ssh of conda, Nix or Spack has a file of its own, and may not know an option in that of the system.
     """
-    with suppress(OSError, subprocess.TimeoutExpired):
-        command = ["ssh", "-vG", "localhost"]  # it asks no host
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_END_S).stderr
-        # It reads the user's files first. The files that this one includes have other names.
-        files = re.findall("(?m)^debug1: Reading configuration data (/.*/ssh_config)\r?$", said)
-        return "".join(f"  Include {file}\n" for file in files[-1:])
-    return ""
+    options = ("-vG", "localhost")  # ssh asks no host
+    text = tool_output("ssh", options, None, _END_S, stderr=subprocess.STDOUT) or ""
+    # It reads the user's files first. The files that this one includes have other names.
+    files = re.findall("(?m)^debug1: Reading configuration data (/.*/ssh_config)\r?$", text)
+    return "".join(f"  Include {file}\n" for file in files[-1:])
 
 
 @contextmanager

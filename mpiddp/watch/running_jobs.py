@@ -48,10 +48,10 @@ class RunningJob:
 
     def connected(self) -> socket.socket:
         """A connection to its launcher. Raises UserError if it has ended, also if another one listens."""
-        connection, pid = _connected(self.path)
-        if connection is None or pid != self.pid:
+        connected = _connected(self.path)
+        if connected is None or connected[1] != self.pid:
             raise self.ended_meanwhile
-        return connection
+        return connected[0]
 
     def ask(self, view: str) -> dict[str, Any]:
         """The answer to one of VIEWS. Raises UserError if the job has ended or does not answer."""
@@ -74,7 +74,6 @@ _AnyJob = TypeVar("_AnyJob", RunningJob, DetachedJob)
 def job_parser(
     verb: str, purpose: str, default: str = "the only one that runs"
 ) -> OneSentenceParser:
-    """The parser of a verb with the argument JOB."""
     parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose, allow_abbrev=False)
     parser.add_argument("job", nargs="?", metavar="JOB", help=f"pid or name (default: {default})")
     return parser
@@ -84,12 +83,11 @@ def running_jobs() -> list[RunningJob]:
     """All jobs of this user on this machine, the oldest first. Silent launchers are waited for only once."""
     jobs, asked = [], []
     for path in sockets():
-        connection, pid = _connected(path)
-        if connection is not None:
-            _ask(connection, VIEW_JOB)
-            asked.append((path, pid, connection))
+        if connected := _connected(path):
+            _ask(connected[0], VIEW_JOB)
+            asked.append((path, *connected))
     until = time.monotonic() + _ANSWER_S
-    for path, pid, connection in asked:
+    for path, connection, pid in asked:
         facts = _answer(connection, max(_LATE_ANSWER_S, until - time.monotonic()))
         with contextlib.suppress(OSError):  # it has just ended
             name = path.with_name(NAMED_AT).read_text(encoding="utf-8")
@@ -173,7 +171,7 @@ def sockets() -> list[Path]:
     return paths
 
 
-def _connected(path: Path) -> tuple[socket.socket | None, int]:
+def _connected(path: Path) -> tuple[socket.socket, int] | None:
     """A connection to the launcher that listens there, and its pid; None if there is none.
 
     The folder belongs to this user alone, so no stranger listens there. That of a dead launcher is removed.
@@ -189,7 +187,7 @@ def _connected(path: Path) -> tuple[socket.socket | None, int]:
     except OSError:  # the launcher has just ended, or too many viewers wait
         pass
     connection.close()
-    return None, 0
+    return None
 
 
 def _ask(connection: socket.socket, view: str) -> None:

@@ -138,7 +138,6 @@ def _draw(facts: Facts) -> None:
 
 
 def head_lines(facts: Facts) -> list[str]:
-    """The lines above the table."""
     parts = [
         f"{escaped(facts['name'])} (pid {facts['pid']})",
         escaped(facts["phase"]),

@@ -60,7 +60,6 @@ class Failure:
 
     @property
     def program(self) -> str:
-        """The program that prints the message."""
         return PROGRAMS[self.id.partition("-")[0]]
 
 
