@@ -118,10 +118,9 @@ class Log:
     def _begin_attempt(self) -> None:
         self.stop: tuple[int, str] | None = None  # the line about a stop on request
         self.resume = ""  # the command that resumes a stopped job
-        self._rows: dict[
-            str, Explanation
-        ] = {}  # by id, the first line since the job has made steps
-        self._survived: dict[str, Explanation] = {}  # those before these steps
+        # By id, the first line since the job has made steps, and those before these steps.
+        self._rows: dict[str, Explanation] = {}
+        self._survived: dict[str, Explanation] = {}
         self._verdict: Explanation | None = None
         self._steps = 0  # of training, since the last line that shows a failure
         self._end = deque[bytes](maxlen=_END_LINES)  # the last lines since that line

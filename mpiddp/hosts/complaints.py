@@ -106,8 +106,8 @@ class Answer:
             hangs = f"{host.name}: {python} has started there, and does not end in time: {why}."
             return with_fix(hangs, f"{ssh_line(host)} df")
         errors = self.stderr.strip().splitlines()
+        last = [f"exit code {self.exit_code}", *errors][-1]
         if self.has_failed_there:
-            last = [f"exit code {self.exit_code}", *errors][-1]
             if "[Errno " in last:  # the disk may be full
                 return with_fix(f"{host.name}: {last.rstrip('.')}.", f"{ssh_line(host)} df")
             fix = "install the same Python there as here" if is_ours else ""
@@ -129,10 +129,7 @@ class Answer:
             return with_fix(f"ssh {host.name}: {no_end}. {why}.", f"{ssh} true. {slow}")
         if self.exit_code != 255:
             if subprocess.call(["ssh", "-V"], stderr=subprocess.DEVNULL):  # it asks no host
-                reason = [f"exit code {self.exit_code}", *errors][-1]
-                return with_fix(
-                    f"ssh does not run here: {reason}.", "ssh -V; echo $LD_LIBRARY_PATH"
-                )
+                return with_fix(f"ssh does not run here: {last}.", "ssh -V; echo $LD_LIBRARY_PATH")
             # An sshd may print a banner, and a start-up file a greeting, before the reason.
             reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
             why = f"the host runs another command, which prints: {reason or 'nothing'}"
@@ -203,19 +200,18 @@ def in_general(error: SectionProxy) -> tuple[str, str]:
 @cache
 def _is_locked(key: str) -> bool:
     """Whether the file of a key needs a passphrase, and no agent holds the key."""
-
-    def output(program: str, *arguments: str) -> str:
-        return tool_output(program, arguments, None, _CONFIG_S) or ""
-
-    fingerprint = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]
-    is_open = output("ssh-keygen", "-y", "-P", "", "-f", key)
-    return bool(fingerprint) and not is_open and fingerprint[0] not in output("ssh-add", "-l")
+    fingerprint = _output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]
+    is_open = _output("ssh-keygen", "-y", "-P", "", "-f", key)
+    return bool(fingerprint) and not is_open and fingerprint[0] not in _output("ssh-add", "-l")
 
 
 def settings(host: Host, name: str) -> list[str]:
     """The values of ssh's own configuration for a host."""
-    config = tool_output("ssh", ("-G", "--", host.ssh_target), None, _CONFIG_S) or ""
-    return re.findall(f"(?m)^{name} (.+)$", config)
+    return re.findall(f"(?m)^{name} (.+)$", _output("ssh", "-G", "--", host.ssh_target))
+
+
+def _output(program: str, *arguments: str) -> str:
+    return tool_output(program, arguments, None, _CONFIG_S) or ""
 
 
 def ssh_line(host: Host) -> str:
