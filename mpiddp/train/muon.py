@@ -7,7 +7,7 @@ all directions, so a ResNet learns in fewer epochs: docs/evidence/accuracy.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from itertools import groupby
 from operator import attrgetter
@@ -47,9 +47,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters. A collective: every rank must call it. `closure` is not supported."""
-        assert closure is None
+    def step(self) -> None:  # type: ignore[override]
+        """Update all parameters. A collective: every rank must call it."""
         group, *others = self.param_groups
         if group["params"]:
             self._step_orthogonal(group["params"], lr=_RELATIVE_LR * group["lr"])

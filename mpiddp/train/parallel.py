@@ -51,8 +51,9 @@ def reducing(model: nn.Module, reduces: bool) -> contextlib.AbstractContextManag
     if is_sharded(model):
         model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
         model.set_is_last_backward(reduces)  # type: ignore[operator]
-    waits = not reduces and not is_sharded(model) and dist.get_world_size() > 1
-    return model.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
+    elif not reduces and dist.get_world_size() > 1:
+        return model.no_sync()  # type: ignore[operator, no-any-return]
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

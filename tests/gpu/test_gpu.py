@@ -23,7 +23,7 @@ from mpiddp.bench.measured_jobs import read_results
 from mpiddp.hosts.gpu_faults import faults, notes, wrong_here
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import read_gpus
-from mpiddp.train.data import DeviceImages, ImageFolder
+from mpiddp.train.data import DeviceImages, ImageFolder, Opening
 from tests.support.patience import within
 from tests.support.place import Done, Here, program
 from tests.support.ranks import ROOT, mpirun_command
@@ -240,7 +240,7 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path):
     labels, folder = draw.integers(0, 10, len(pixels)), image_folder(tmp_path, 80, 1) / "train"
     sources = (
         DeviceImages(pixels, labels, device, mean=HALF, std=HALF, seed=0, max_shift=4),
-        ImageFolder(folder, device, 64, 0, 2, None),
+        ImageFolder(folder, device, Opening(image_size=64, num_workers=2), augments=True),
     )
     work = torch.ones(2048, 2048, device=device)
     for source in sources:

@@ -17,7 +17,7 @@ import torch
 import mpiddp
 from mpiddp.errors import JobFailed
 from mpiddp.train import data as datasets
-from mpiddp.train.data import ImageFolder
+from mpiddp.train.data import ImageFolder, Opening
 from mpiddp.train.muon import fast_dtype
 from mpiddp.train.resnet import ARCHS
 from tests.support import installs, tiny_data
@@ -267,7 +267,8 @@ def test_average_is_scored_and_saved(here):
     here.train(*options, "--ema-decay=0.999", "--log-every=100", "--out=run", ranks=2).assert_ok()
     run = here.folder / "run"
     saved = mpiddp.load(run)
-    images = ImageFolder(here.folder / "data/val", torch.device("cpu"), 32, None, 0, None)
+    opening, device = Opening(image_size=32), torch.device("cpu")
+    images = ImageFolder(here.folder / "data/val", device, opening, augments=False)
     ((batch, labels),) = images.batches([torch.arange(images.num_images)], epoch=0)
     model, found = ARCHS["resnet20"](num_classes=3).eval(), {}
     for name in ("model", "ema"):

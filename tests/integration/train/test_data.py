@@ -56,7 +56,8 @@ def folder(tmp_path: Path) -> Path:
 def source(
     folder: Path, *, seed: int | None = None, num_workers: int = 0, skips: Any = None
 ) -> ImageFolder:
-    return ImageFolder(folder, CPU, 16, seed, num_workers, skips)
+    opening = Opening(seed or 0, image_size=16, num_workers=num_workers, skips=skips)
+    return ImageFolder(folder, CPU, opening, augments=seed is not None)
 
 
 def everything(images: ImageFolder, *, size: int = 4, epoch: int = 0) -> tuple[Tensor, Tensor]:
@@ -104,10 +105,12 @@ def test_images_do_not_depend_on_workers_or_batch_size(folder):
 SIGTERM_TO_THE_GROUP = """
 import os, signal, subprocess, sys, torch
 from pathlib import Path
-from mpiddp.train.data import ImageFolder
+from mpiddp.train.data import ImageFolder, Opening
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"received\\n"))
-    images = ImageFolder(Path(sys.argv[1]), torch.device("cpu"), 16, None, 2, None)
+    images = ImageFolder(
+        Path(sys.argv[1]), torch.device("cpu"), Opening(image_size=16, num_workers=2), augments=False
+    )
     batches = images.batches(torch.arange(images.num_images).split(1), epoch=0)
     next(batches), next(batches)  # one from each worker, so both have started
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"])
