@@ -29,7 +29,7 @@ from mpiddp.drill.faults import FIRED, PLAN, FaultPlan
 from mpiddp.drill.history import RATE, History, find, read_attempts
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
-from mpiddp.runtime.torch.determinism import digest_of
+from mpiddp.runtime.torch.divergence import digest
 
 _SETTLE_S = 0.5  # before the fault, so that a save beside the training can end
 _SLOW_S = 0.05  # of each step after the fault, so that a short script lives until the signal
@@ -124,8 +124,8 @@ class _Observer:
             for key, value in optimizer.state.get(parameter, {}).items():
                 moments[f"the optimizer's {key} of {name}"] = _digest(value)
             weights[name] = _digest(parameter)
-        digest = sha256("".join(weights.values()).encode()).hexdigest()
-        return {"entries": {**moments, **self._buffers(), **weights}, "weights": digest}
+        of_all_weights = sha256(" ".join(weights.values()).encode()).hexdigest()
+        return {"entries": {**moments, **self._buffers(), **weights}, "weights": of_all_weights}
 
     def _buffers(self) -> dict[str, str]:
         # Rank 0 is enough, because DDP sends its buffers to all before each forward pass.
@@ -143,4 +143,4 @@ def _plain(name: str) -> str:
 
 def _digest(value: Any) -> str:
     """A digest of the bits of a tensor, or the text of another value."""
-    return f"{digest_of(value):08x}" if isinstance(value, torch.Tensor) else repr(value)
+    return f"{int(digest(value)):x}" if isinstance(value, torch.Tensor) else repr(value)

@@ -60,7 +60,7 @@ def main() -> None:
 
 def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[], Any]]:
     """The facts about the function, and the call of it. That of a stranger is not unpickled."""
-    cloudpickle = import_package("cloudpickle", f"mpiddp.spawn on {coordinator.world.hostname}")
+    import_package("cloudpickle", f"mpiddp.spawn on {coordinator.world.hostname}")
     answered, value = coordinator.ask("function")
     if answered["mac"] != mac(coordinator.server.key, mac("", "function", value)):
         raise coordinator.lost()
@@ -74,11 +74,6 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
         hint = ""
         if isinstance(error, ModuleNotFoundError):
             hint = f" Copy it to every host, or call cloudpickle.register_pickle_by_value({error.name})."
-        elif cloudpickle.__version__ != facts["cloudpickle"]:
-            hint = (
-                f" cloudpickle is {cloudpickle.__version__} there, and {facts['cloudpickle']} "
-                "in the calling process. Install the same version."
-            )
         raise UserError(
             f"{facts['name']} cannot be unpickled on {coordinator.world.hostname}: {named(error)}.{hint}"
         ) from None

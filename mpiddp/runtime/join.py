@@ -1,11 +1,8 @@
 """The ranks join under any launcher, agree over one channel, and leave together.
 
 Under `mpiddp launch` and `mpiddp run` the ranks' agents have met before a script's first line, and they end
-the ranks. By hand a process group, or `mpiddp.Checkpoints`, joins.
-
-By hand, not every MPI ends the other ranks when one has failed, and a rank inside an NCCL collective notices
-nothing by itself. So the thread of every rank's channel waits for the news that a rank has ended without
-leaving, and ends its process.
+the ranks. By hand a process group, or `mpiddp.Checkpoints`, joins. Then the thread of a rank's channel ends
+its process once another rank has failed: not every MPI does so, and a rank inside an NCCL collective waits.
 
 Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit that
 ends a script (CPython 3.10 to 3.13). The script's outermost frame shows that there was one: otherwise the

@@ -105,7 +105,12 @@ def script_environment(
         if name in exported or not name.startswith(left_out)
     }
     folders = rest.pop(_LIBRARIES, "").split(os.pathsep)
-    while folders[0] and folders[0] in _library_folders(env):
+    # Open MPI puts its own before those of the user.
+    of_mpi = {
+        env.get("OMPI_LIBDIR_LOC"),
+        *(f"{env[name]}/lib" for name in _PREFIXES if name in env),
+    }
+    while folders[0] and folders[0] in of_mpi:
         folders = folders[1:] or [""]
     return rest | ({_LIBRARIES: os.pathsep.join(folders)} if any(folders) else {})
 
@@ -120,20 +125,12 @@ def _of_mpi(env: Mapping[str, str]) -> tuple[str, ...]:
     return (*set_by_launchers(env), *_IDENTITY)
 
 
-def _library_folders(env: Mapping[str, str]) -> list[str]:
-    """The folders that Open MPI puts before those of LD_LIBRARY_PATH."""
-    prefixes = [env[name] for name in _PREFIXES if name in env]
-    return [env.get("OMPI_LIBDIR_LOC", ""), *(f"{prefix}/lib" for prefix in prefixes)]
-
-
 def command_environment(
     env: Mapping[str, str], launcher: str = "", exported: Collection[str] = ()
 ) -> dict[str, str]:
     """The variables of the command of a rank that has joined: it may start a torchrun with other ranks."""
     rest = script_environment(env, launcher, exported)
-    for name in {GPUS, PLACEMENT, AGENT_STORE}.difference(
-        exported
-    ):  # the agent has applied the first
+    for name in {GPUS, PLACEMENT, AGENT_STORE}.difference(exported):
         rest.pop(name, None)
     rest.setdefault(RUN_ID, rest["TORCHELASTIC_RUN_ID"])  # under torchrun
     return rest

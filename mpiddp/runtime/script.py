@@ -49,9 +49,10 @@ def main() -> None:
     session = current()
     session.has_agent = True
     session.control = out_of_the_way(socket.socket(fileno=number))
+    is_ours = kind == "module" and name.partition(".")[0] == "mpiddp"
     # python itself puts the script's folder first, unless it is told not to (-P, since Python 3.11). A module
     # of ours, such as the doctor's job, imports nothing from there.
-    if not (getattr(sys.flags, "safe_path", False) or _is_ours(kind, name)):
+    if not (is_ours or getattr(sys.flags, "safe_path", False)):
         folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
         sys.path.insert(0, str(Path(name).absolute() if _is_folder(kind, name) else folder))
     # Registered before those of the script, so called after them.
@@ -259,10 +260,6 @@ def _run(kind: str, name: str) -> None:
         return
     # Keep the `from __future__` imports of this file out of the script.
     exec(compile(content, file, "exec", dont_inherit=True), vars(main_module))
-
-
-def _is_ours(kind: str, name: str) -> bool:
-    return kind == "module" and name.partition(".")[0] == "mpiddp"
 
 
 def _is_folder(kind: str, name: str) -> bool:

@@ -174,7 +174,6 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
         ) from error
     facts = {
         "name": name,
-        "cloudpickle": cloudpickle.__version__,
         # An entry of linecache, which keeps an entry without a time of change.
         "source": {source: (sum(map(len, lines)), None, lines, source)},
         "path": path,

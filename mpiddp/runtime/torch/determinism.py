@@ -7,7 +7,6 @@ that differs is nearest to the cause.
 from __future__ import annotations
 
 import gc
-import zlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.reports import together
+from mpiddp.runtime.torch.divergence import digest
 from mpiddp.world import World
 
 Training = tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]
@@ -47,7 +47,7 @@ def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
     one = list(_digests(begin, steps))
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second run
     other = list(_digests(begin, steps))
-    differing = [place for place, digest in enumerate(one) if digest != other[place]]
+    differing = [place for place, row in enumerate(one) if row != other[place]]
     first = differing[0] if differing else len(one)
     firsts, rank = [first], 0
     if dist.is_initialized():
@@ -72,7 +72,7 @@ def _digests(begin: Callable[[], Training], steps: int) -> Iterator[tuple[int, s
     model, optimizer, losses = begin()
     for step, loss in enumerate(islice(losses, steps), start=1):
         for name, tensor in _tensors(model, optimizer, loss):
-            yield step, name, digest_of(tensor)
+            yield step, name, int(digest(tensor))
 
 
 def _tensors(
@@ -90,10 +90,3 @@ def _tensors(
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
                 yield f"the {key} of {name}", value
-
-
-def digest_of(tensor: Tensor) -> int:
-    """The CRC of a tensor's bits, which one flipped bit always changes. Of a DTensor, that of its shard."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    flat = local.detach().contiguous().reshape(-1).cpu()
-    return zlib.crc32(flat.view(torch.uint8).numpy().data)
