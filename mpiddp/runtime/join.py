@@ -140,10 +140,7 @@ def _by_hand(world: World, session: Session) -> None:
 
 
 def _end(session: Session, error: BaseException | None = None) -> None:
-    """Leave after a body that succeeded. After an error there is no rank to wait for.
-
-    Raises SystemExit instead of a UserError or a JobFailed, after saying why.
-    """
+    """Leave after a success. Say why it is none, and raise SystemExit for a UserError or a JobFailed."""
     if session is not current():  # a forked child
         return
     ending = ending_of(error, has_stopped=session.stop.has_stopped)

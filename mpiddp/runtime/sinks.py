@@ -123,11 +123,7 @@ LIBRARIES: dict[str, Callable[[str, SinkRun], AbstractContextManager[Write]]] = 
 
 
 def wanted(env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The name and the WHERE of each library in MPIDDP_LOG_TO.
-
-    Raises:
-        UserError: a name that is none of LIBRARIES, or a quote that does not end.
-    """
+    """The name and the WHERE of each library in MPIDDP_LOG_TO, or UserError."""
     text = env.get(LOG_TO, "")
     try:
         words = [word.partition(":") for word in shlex.split(text)]
@@ -153,11 +149,7 @@ def require(env: Mapping[str, str]) -> None:
 
 
 def open_sinks(run: SinkRun) -> Sequence[Sink]:
-    """The sinks of MPIDDP_LOG_TO. Only rank 0 may call this.
-
-    Raises:
-        UserError: a library is unknown, or is not installed.
-    """
+    """The sinks of MPIDDP_LOG_TO. Only rank 0 may call this. Raises as `require`."""
     require(os.environ)
     return [Sink(name, where, run) for name, where in wanted(os.environ)]
 

@@ -155,7 +155,6 @@ class Input:
             terminal.resize(self.sink)
 
     def register(self, poll: select.poll) -> None:
-        """Let `poll` report what `act` needs."""
         if self.sink is None or self._connection is None:
             return
         if not self._unwritten:

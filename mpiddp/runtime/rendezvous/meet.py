@@ -3,8 +3,7 @@
     variables, listener = meet(Coordinator(world))
 
 A rank's agent comes here, and by hand the rank itself. They meet over the launcher's channel, or without a
-launcher over MPI or at an address: every rank tells the others who it is, rank 0 compares them and listens on
-its addresses, and all take the first one that every other host reaches.
+launcher over MPI or at an address.
 """
 
 from __future__ import annotations

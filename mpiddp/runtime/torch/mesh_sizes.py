@@ -21,11 +21,7 @@ _DATA_PARALLEL = ("dp", "dp_shard", "dp_replicate")
 
 
 def check_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
-    """The sizes that a script asks for, as whole numbers.
-
-    Raises:
-        UserError: an unknown name, or a size below 1 that is not -1.
-    """
+    """The sizes that a script asks for, as whole numbers, or UserError."""
     checked = {}
     for name, size in sizes.items():
         if name not in DIMENSIONS:
@@ -56,13 +52,8 @@ def resolve(
     leave. Without -1 and without any data-parallel dimension, dp does this. No other dimension is
     ever inferred: a script that does not ask for stages does not exchange anything between them.
 
-    Args:
-        requested: valid sizes, see `check_sizes`.
-        hosts: the host of every rank: [world_size].
-        tp_across_hosts: groups of tp may span hosts, as where NVLink connects several.
-
-    Raises:
-        UserError: the sizes do not fill the hosts, or a group of tp is not inside one host.
+    `requested` is what `check_sizes` returns, and `hosts` has the host of every rank: [world_size]. Raises
+    UserError if the sizes do not fill the hosts, or a group of tp is not inside one host.
     """
     sizes = dict(requested)
     free = [name for name, size in sizes.items() if size == REMAINING]
