@@ -31,19 +31,12 @@ Write = Callable[[int, Mapping[str, float]], object]
 
 
 class SinkRun(NamedTuple):
-    """The run that is written.
+    """The run that is written."""
 
-    Attributes:
-        key: its name, the same after each restart and resume.
-        folder: where files of the run belong.
-        config: its settings by name, as JSON has them.
-        step: the first step of this process. An earlier start of the run may have written later ones.
-    """
-
-    key: str
-    folder: Path
-    config: Mapping[str, Any]
-    step: int
+    key: str  # its name, the same after each restart and resume
+    folder: Path  # where files of the run belong
+    config: Mapping[str, Any]  # its settings by name, as JSON has them
+    step: int  # the first of this process; an earlier start of the run may have written later ones
 
 
 @contextmanager
