@@ -73,6 +73,7 @@ _TEXTS = re.compile(
 # Explanations are sorted by these numbers. What steps of training have survived comes before or after the
 # consequences.
 _PLACE: dict[Weight, float] = {
+    Weight.ROOT: 0.5,
     Weight.CAUSE: 1,
     Weight.SYMPTOM: 3,
     Weight.EXCEPTION: 3,

@@ -176,8 +176,7 @@ def test_a_script_that_starts_its_ranks(here):
     with reserved("127.0.0.1") as reservation:
         port = str(reservation.getsockname()[1])
         failed = here.run("launch", "-n", "2", script, port, "1000").assert_code(1)
-        (cause,) = [line for line in failed.said if "has a known cause" in line]
-        (fix,) = re.findall("mpiddp launch (-n 1)", cause)
+        (fix,) = re.findall("mpiddp launch (-n 1)", "".join(failed.fixes))
         done = here.run("launch", *fix.split(), script, port, "0").assert_ok()
     assert done.lines == ["2", "2"]
 

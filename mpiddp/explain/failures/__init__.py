@@ -38,6 +38,7 @@ PROGRAMS = {
 class Weight(IntEnum):
     """How near a message is to the root cause. The nearest in a log explains it; of equals, the first."""
 
+    ROOT = -1  # it explains each cause that a process names after it
     CAUSE = 0  # it says what is wrong
     SYMPTOM = 1  # something did not work; the cause may stand elsewhere in the log
     EXCEPTION = 2  # a script's own error, which counts only where the job failed as well

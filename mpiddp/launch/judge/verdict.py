@@ -365,11 +365,11 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
     words = [*error.splitlines(), *(printed.get(first.rank, ()) if first else ())]
     explanation = explain(words)
     weight = explanation.failure.weight if explanation else Weight.EXCEPTION
-    if weight is not Weight.CAUSE:
+    if weight > Weight.CAUSE:
         if error and weight is Weight.EXCEPTION:
             return "", ""
         explanation = explain([*words, *(line for lines in printed.values() for line in lines)])
-    if explanation is None or explanation.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
+    if explanation is None or explanation.failure.weight > Weight.SYMPTOM:
         return "", ""
     row = explanation.failure
     # The error line above has the whole error, so quote only the words of the row in it.
