@@ -351,7 +351,7 @@ def test_a_rank_that_cannot_start(hosts):
     job = ("--no-check", "-H", "node0:1,node1:1", program("alone.py"), "never")
     done = hosts.run("launch", *job, cwd=folder).assert_code(1)
     # mpirun may end the job before rank 0 has reported its start.
-    assert re.search(r"rank 1 on node1|before any rank had started\. To check", verdict(done))
+    assert re.search(r"rank 1 on node1|before any rank had started\.$", verdict(done))
     assert not re.search(r"signal|killed|failed first", verdict(done))
 
 
