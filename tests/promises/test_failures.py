@@ -379,7 +379,7 @@ def test_a_firewall(hosts, host, verdict_of_it):
     address = re.escape(hosts[host].address)
     why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
     way = "node1, node2 → node0" if host == "node0" else "no other host reaches node1"
-    sentence = rf"(?:mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\. .*"
+    sentence = rf"(?:mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\.\s"
     assert re.match(sentence, done.stderr), done.stderr
     find = ("sh", "-c", f"grep -lsF {mark} /tmp/mpiddp-private-*/variables")
     eventually(lambda: hosts.run(*find).lines == [])
