@@ -127,9 +127,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         sent = [-links.sent_bytes(host) for host in used]
         started = time.monotonic()
         try:
-            done = used[0].run(
-                host_cores.within(used[0], command), cwd=ROOT, env=ENV, timeout_s=timeout_s
-            )
+            done = used[0].run(host_cores.within(used[0], command), cwd=ROOT, env=ENV, timeout_s=timeout_s)
         except subprocess.TimeoutExpired:
             raise BenchJobFailed(1, f"a job did not end within {timeout_s:g} s.") from None
         wall_s = time.monotonic() - started
@@ -190,6 +188,4 @@ def _title(results: Result) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    sys.exit(
-        run_script("reference", "what the network costs, and what gives it back", takes_hosts=False)
-    )
+    sys.exit(run_script("reference", "what the network costs, and what gives it back", takes_hosts=False))

@@ -27,9 +27,7 @@ MEASURED = ("launcher", "server")
 
 @dataclass(frozen=True)
 class Options:
-    ranks: tuple[int, ...] = option(
-        "numbers of ranks", type=wholes(1), default="64,256,1024,4096,16384"
-    )
+    ranks: tuple[int, ...] = option("numbers of ranks", type=wholes(1), default="64,256,1024,4096,16384")
 
 
 def measure(options: Options, jobs: Jobs) -> Result:
@@ -61,8 +59,4 @@ def table(results: Result) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    sys.exit(
-        run_script(
-            "scale", "the cost of large jobs to the launcher, or beside rank 0", takes_hosts=False
-        )
-    )
+    sys.exit(run_script("scale", "the cost of large jobs to the launcher, or beside rank 0", takes_hosts=False))

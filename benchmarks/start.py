@@ -39,9 +39,7 @@ LAUNCHERS = ("mpiddp", "torchrun")
 class Options:
     ranks: tuple[int, ...] = option("numbers of ranks", type=wholes(1), default="2,4,8")
     rounds: int = option("rounds of both launchers", type=whole(1), default=5)
-    variable: bool = option(
-        "the script sets a variable before torch", action="store_true", default=False
-    )
+    variable: bool = option("the script sets a variable before torch", action="store_true", default=False)
     on: str | None = option("start mpiddp alone, on these hosts", metavar="HOSTS")
 
 
@@ -89,16 +87,11 @@ def start_command(
     return [*command, *options, SCRIPT, *job]
 
 
-def in_turn(
-    name: str, commands: Mapping[str, Sequence[str]], ranks: int, rounds: int, timeout_s: float
-) -> list[Timed]:
+def in_turn(name: str, commands: Mapping[str, Sequence[str]], ranks: int, rounds: int, timeout_s: float) -> list[Timed]:
     """Let the launchers run their commands in turn."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for both
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a changed package would be compiled each time
-    starts = [
-        Timed(launcher=launcher, ranks=ranks, wall_s=[], cpu_s=[], failed=0)
-        for launcher in commands
-    ]
+    starts = [Timed(launcher=launcher, ranks=ranks, wall_s=[], cpu_s=[], failed=0) for launcher in commands]
     for command in commands.values():  # the first start only warms the page cache
         with contextlib.suppress(BenchJobFailed):
             time_start(command, timeout_s)

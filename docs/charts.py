@@ -37,8 +37,7 @@ def svg(name: str) -> str:
             parts += [
                 f'<rect x="{LEFT}" y="{y}" width="{middle - LEFT:.1f}" height="{BAR}" fill="{colour}"/>',
                 f'<path d="M{low:.1f} {y + BAR / 2}H{high:.1f}"/>',
-                f'<text x="{WIDTH - RIGHT + 8}" y="{y + 13}">{figure[0]} s'
-                f" ({figure[1]} to {figure[2]})</text>",
+                f'<text x="{WIDTH - RIGHT + 8}" y="{y + 13}">{figure[0]} s ({figure[1]} to {figure[2]})</text>',
             ]
             y += BAR
         y += GAP
@@ -52,9 +51,7 @@ def svg(name: str) -> str:
     )
     body = "\n".join(parts)
     size = f'viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n{body}\n</svg>\n'
-    )
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n{body}\n</svg>\n'
 
 
 if __name__ == "__main__":

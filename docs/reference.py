@@ -146,18 +146,14 @@ def text() -> str:
         codes=_codes(),
         launch=_block(_outcome()),
         causes=f"{', '.join(causes[:-1])} or {causes[-1]}",
-        others="\n\n".join(
-            f"{does}:\n\n{_block(document)}" for does, document in _others().items()
-        ),
+        others="\n\n".join(f"{does}:\n\n{_block(document)}" for does, document in _others().items()),
         settable=_table("variable | holds", {**_helps(_OF_OPTIONS), **_SETTABLE}),
         by_hand=_table("variable | holds", _helps(_BY_HAND)),
         readable=_table("variable | holds", _READABLE),
         schedulers=_schedulers(),
         kept="\n".join(f"- {why}: {_listed(names)}." for why, names in _kept().items()),
         internal=", ".join(f"`{name}`" for name in sorted(_names() - _public())),
-        patches=_table(
-            "patch | what it does", {patch.__name__: _says(patch) for patch in _patches()}
-        ),
+        patches=_table("patch | what it does", {patch.__name__: _says(patch) for patch in _patches()}),
     )
 
 
@@ -231,9 +227,7 @@ def _outcome() -> str:
 def _others() -> dict[str, str]:
     """A document of each other kind, by the command that prints it."""
     facts = {"age_s": 40.5, **status.job_facts(_record(), {1: b"epoch 3, loss 0.412\n"}, 40.5)}
-    line = Line(
-        "limits", "warn", "/dev/shm has 64 MB on node2", "start the container with --ipc host"
-    )
+    line = Line("limits", "warn", "/dev/shm has 64 MB on node2", "start the container with --ipc host")
     drilled = Result("kill", False, "differs from step 21", (1, 0), 1, False)
     doctor = {
         "hosts": ["node1", "node2"],

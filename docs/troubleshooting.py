@@ -42,10 +42,7 @@ def text() -> str:
         parts.append(f"\n## {program}")
         ours = [failure for failure in FAILURES if failure.id.partition("-")[0] == key]
         for failure in sorted(ours, key=lambda each: each.id):
-            parts.append(
-                f"\n### {failure.id}\n\n    {failure.says[0]}\n\n"
-                f"{failure.cause}\n**Fix:** {failure.fix}"
-            )
+            parts.append(f"\n### {failure.id}\n\n    {failure.says[0]}\n\n{failure.cause}\n**Fix:** {failure.fix}")
     return "\n".join(parts) + "\n"
 
 
@@ -57,10 +54,7 @@ def provoked() -> set[str]:
 
 def sources() -> dict[str, tuple[str, str]]:
     """The kind of the source of each other text, and where it is."""
-    rows = [
-        line.split("\t")
-        for line in (_TEXTS / "sources.tsv").read_text(encoding="utf-8").splitlines()[1:]
-    ]
+    rows = [line.split("\t") for line in (_TEXTS / "sources.tsv").read_text(encoding="utf-8").splitlines()[1:]]
     return {name: (kind, where) for name, kind, where in rows}
 
 

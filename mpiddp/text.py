@@ -106,8 +106,7 @@ def parse_duration(text: str) -> float:
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not 0 < seconds <= MAX_DURATION_DAYS * 86400:
         raise ValueError(
-            f"{shown(text)!r} is not a duration such as 90, 90s, 55m or 1.5h, "
-            f"of at most {MAX_DURATION_DAYS} days"
+            f"{shown(text)!r} is not a duration such as 90, 90s, 55m or 1.5h, of at most {MAX_DURATION_DAYS} days"
         )
     return seconds
 

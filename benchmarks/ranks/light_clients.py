@@ -45,9 +45,7 @@ def launcher(ranks: int) -> None:
 
     folder = os.environ["LIGHT_CLIENTS_FOLDER"]
     mpirun = Path(folder, "mpirun")
-    mpirun.write_text(
-        f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n", encoding="utf-8"
-    )
+    mpirun.write_text(f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n", encoding="utf-8")
     mpirun.chmod(0o755)
     per_host = RANKS_PER_HOST if ranks >= RANKS_PER_HOST else 1
     # Addresses of this machine, so that no name server and no login is in the figures.

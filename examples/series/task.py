@@ -38,8 +38,7 @@ def check(options: argparse.Namespace, ranks: int) -> None:
         refuse("the data set is empty. Name a number of samples, 1 or more: --samples 2048")
     if options.samples < options.batch_size:
         refuse(
-            f"the data set has {options.samples} samples, fewer than a step takes "
-            f"(--batch-size {options.batch_size})."
+            f"the data set has {options.samples} samples, fewer than a step takes (--batch-size {options.batch_size})."
         )
     if options.batch_size % ranks:
         refuse(f"--batch-size {options.batch_size} is not divisible by {ranks} ranks.")
@@ -77,6 +76,4 @@ def make_data(samples: int) -> TensorDataset:
 def make_model() -> nn.Sequential:
     """A small network with the same weights in every process."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
-    )
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))

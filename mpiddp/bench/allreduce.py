@@ -37,9 +37,7 @@ def size_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,16})([KMG]?)B?", text.upper(), re.ASCII)
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not MIN_BYTES <= size < 1 << 50:
-        raise argparse.ArgumentTypeError(
-            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown(text)!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown(text)!r}")
     return size
 
 

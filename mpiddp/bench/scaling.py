@@ -166,7 +166,5 @@ def table(results: dict[str, list[ScalingRun]]) -> str:
         ratios = [a / b for a, b in zip(speeds[ranks], speeds[smallest], strict=True)]
         cells = (str(ranks), str(hosts[ranks]), spread(speeds[ranks], ".3g"))
         rows.append([*cells, spread(ratios, ".3f")])
-    title = (
-        "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
-    )
+    title = "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
     return f"{title}\n\n{aligned(('ranks', 'hosts', 'steps/s', 'efficiency'), rows)}"

@@ -188,9 +188,7 @@ def _is_finite(flat: Tensor) -> bool:
 # The boxes of a rank
 
 
-def boxes_of(
-    flat: FlatState, union: Union, rank: int, *, is_writer: bool
-) -> list[tuple[Box, Tensor]]:
+def boxes_of(flat: FlatState, union: Union, rank: int, *, is_writer: bool) -> list[tuple[Box, Tensor]]:
     """The boxes that this rank saves, with their tensors."""
     pairs = []
     for path, tensor in flat.tensors.items():

@@ -23,9 +23,7 @@ from mpiddp.errors import JobFailed, UserError, cause_of
 _NUMPY_KIND = "MT19937"  # numpy's global generator, unless a script replaces it
 
 
-def read(
-    files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0, held: object = None
-) -> Resumed:
+def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0, held: object = None) -> Resumed:
     """Read the files of a checkpoint, by their names, and restore the random numbers of `rank`, if any.
 
     The mapped tensors keep `held` alive.
@@ -49,9 +47,7 @@ def read(
     except OSError as error:
         raise cause_of(error)(f"{folder} cannot be read: {reason_of(error)}.") from None
     except Exception as error:  # the files fit their hashes, so another program has written them
-        problem = (
-            f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
-        )
+        problem = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
         raise UserError(f"{folder} was not written by this version of mpiddp: {problem}.") from None
 
 

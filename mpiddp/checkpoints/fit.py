@@ -94,9 +94,7 @@ class Fit:
         if self.module is not None:
             from torch.distributed.checkpoint import state_dict as torch_states
 
-            options = torch_states.StateDictOptions(
-                flatten_optimizer_state_dict=_is_flat(self.entry)
-            )
+            options = torch_states.StateDictOptions(flatten_optimizer_state_dict=_is_flat(self.entry))
             torch_states.set_optimizer_state_dict(self.module, self.target, state, options=options)
         else:
             self.target.load_state_dict(state)
@@ -158,8 +156,7 @@ class Fit:
         fits = {
             name: value
             for name, value in entry.items()
-            if name in tensors
-            and getattr(value, "shape", None) == getattr(tensors[name], "shape", None)
+            if name in tensors and getattr(value, "shape", None) == getattr(tensors[name], "shape", None)
         }
         rest = sorted({*tensors, *entry} - fits.keys())
         if not fits:
@@ -200,9 +197,7 @@ class Fit:
         else:
             raise UserError("its state is by parameter names: load its model in the same call")
         self.module = module
-        names = {
-            name: parameter for name, parameter in parameters.items() if id(parameter) in trained
-        }
+        names = {name: parameter for name, parameter in parameters.items() if id(parameter) in trained}
         self.likes = {("state", name): parameter for name, parameter in names.items()}
         if missing := names.keys() - saved:
             raise UserError(f"it has no state of {listed(sorted(missing), _MAX_NAMES)}")
@@ -265,9 +260,7 @@ def like_of(path: Keys, likes: Mapping[Keys, Any]) -> Any:
     return likes.get(("state", _name_in(path[0]))) if like is None and path else like
 
 
-def placed(
-    entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False, is_optimizer: bool = False
-) -> Any:
+def placed(entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False, is_optimizer: bool = False) -> Any:
     """The entry with tensors that are sharded, or whole, as those of the object are. Not a collective.
 
     With `owns`, the object keeps the tensors, so those on the CPU are copied out of their files. The state of

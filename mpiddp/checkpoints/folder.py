@@ -164,9 +164,7 @@ def checkpoints_at(path: Path) -> list[Path]:
         return [path.resolve()]
     is_there = path.exists()
     problem = "contains no checkpoints" if is_there else f"not found (looked in {Path.cwd()})"
-    raise UserError(
-        f"{path} {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
-    )
+    raise UserError(f"{path} {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint.")
 
 
 # Written
@@ -358,7 +356,5 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
         raise BrokenCheckpoint(folder, f"{file} is not a table of files") from None
     for name in entries:
         if "/" in name:  # it could lead out of the folder
-            raise BrokenCheckpoint(
-                folder, f'{file} lists "{shown(name)}", which is not the name of a file'
-            )
+            raise BrokenCheckpoint(folder, f'{file} lists "{shown(name)}", which is not the name of a file')
     return entries

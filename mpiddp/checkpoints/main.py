@@ -103,9 +103,7 @@ def _prune(path: str, place: Place, keep: int | None) -> int:
     if place.bucket:
         raise UserError(f"{path}: prune expects a local folder: the run prunes its bucket.")
     if place.checkpoints == [Path(path).resolve()]:
-        raise UserError(
-            f"{path} is one checkpoint. Expected a run's folder or a folder of checkpoints."
-        )
+        raise UserError(f"{path} is one checkpoint. Expected a run's folder or a folder of checkpoints.")
     wishes = place.wishes()
     if keep is not None:
         wishes = replace(wishes, keep=keep)
@@ -158,9 +156,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         ("prune", "Remove the checkpoints that the run would not keep"),
         ("export", "Write a checkpoint with every tensor in one piece, for other programs"),
     ):
-        added[name] = verbs.add_parser(
-            name, help=purpose, description=f"{purpose}.", allow_abbrev=False
-        )
+        added[name] = verbs.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)
         added[name].add_argument("dir", metavar="DIR")
     keep = "number of verified checkpoints to keep (default: as the run does)"
     added["prune"].add_argument("--keep", type=whole(1), metavar="N", help=keep)

@@ -56,9 +56,7 @@ class RunRecords:
         has_recorded: the script calls `mpiddp.log_metrics` on this rank, whether it writes or not.
     """
 
-    def __init__(
-        self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None) -> None:
         self.dir, self._metric, self.config = run, metric, config or {}
         self.scores: dict[int, float] = {}
         self._is_writer: bool | None = None  # None until the run has started
@@ -140,9 +138,7 @@ def run_dir() -> Path:
     """
     runs = open_runs()
     if not runs:
-        raise UserError(
-            "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
-        )
+        raise UserError("there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')")
     return runs[0].dir.path
 
 
@@ -172,9 +168,7 @@ def log_metrics(step: int, **values: Any) -> None:
     session = script_session()
     runs = open_runs()
     if runs and not runs[0].has_started:
-        raise UserError(
-            "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept."
-        )
+        raise UserError("mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept.")
     for records in runs:
         records.record(step, values)
     session.progress.show(values)
@@ -216,6 +210,4 @@ def _plain(name: str, value: Any) -> Any:
         return None
     if type(value) in _SCALARS:
         return value
-    raise TypeError(
-        f"mpiddp.log_metrics: {name}: expected a number or a string, not {type(value).__name__}"
-    )
+    raise TypeError(f"mpiddp.log_metrics: {name}: expected a number or a string, not {type(value).__name__}")

@@ -59,9 +59,7 @@ def resume(run: Run) -> Resumed | None:
         for folder in here:
             if (folder / folders.COMPLETE).exists():
                 run.held.append(hold(folder))
-                run.is_verified(
-                    folder, is_new=True
-                )  # so that the first save need not read it again
+                run.is_verified(folder, is_new=True)  # so that the first save need not read it again
         resumed = read(files, run.rank, local_rank=run.local_rank)
         require_same_run(run, chosen[0], resumed)
     where = f" on {run.coordinator.hostnames[chosen[0].rank]}" if chosen[0].rank else ""
@@ -155,9 +153,7 @@ def verify(run: Run, copies: Sequence[Copy]) -> list[Copy]:
             damage = [copy.inode, str(error), error.is_failure]
     found = {inode: rest for inode, *rest in filter(None, run.gather(damage))}
     return [
-        copy._replace(damage=found[copy.inode][0], is_failure=found[copy.inode][1])
-        if copy.inode in found
-        else copy
+        copy._replace(damage=found[copy.inode][0], is_failure=found[copy.inode][1]) if copy.inode in found else copy
         for copy in copies
     ]
 
@@ -242,6 +238,5 @@ def require_same_run(run: Run, chosen: Copy, resumed: Resumed) -> None:
     pairs = [(name, saved.get(name), config.get(name)) for name in names]
     if different := [f"{name} {old!r}, now {new!r}" for name, old, new in pairs if old != new]:
         raise UserError(
-            f"{path} was made with another config: {'; '.join(different)}. "
-            "Use the same config, or name another folder."
+            f"{path} was made with another config: {'; '.join(different)}. Use the same config, or name another folder."
         )

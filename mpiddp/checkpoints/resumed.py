@@ -77,9 +77,7 @@ class Resumed:
         where = f"the checkpoint of step {self.step}"
         for name in objects:
             if name not in self.state:
-                raise UserError(
-                    f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}."
-                )
+                raise UserError(f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}.")
         modules = [target for target in objects.values() if isinstance(target, Module)]
         partial = frozenset(map(tuple, self.about.partial))
         name, fits = "", list[Fit]()
@@ -103,6 +101,5 @@ class Resumed:
         except Exception as error:  # whatever a load_state_dict raises
             reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
             raise UserError(
-                f"{where} does not fit: {name}: {reason}. "
-                "Build the same as before, or name another folder."
+                f"{where} does not fit: {name}: {reason}. Build the same as before, or name another folder."
             ) from None

@@ -86,9 +86,7 @@ def read_file(run: Path, name: str) -> bytes:
 
 def scores_in(path: Path, metric: str) -> dict[int, float]:
     """By step, the values of a metric in a file of `mpiddp.log_metrics`. Raises OSError."""
-    scored = [
-        r for r in records_in(path) if {type(r.get("step")), type(r.get(metric))} <= {int, float}
-    ]
+    scored = [r for r in records_in(path) if {type(r.get("step")), type(r.get(metric))} <= {int, float}]
     return {record["step"]: record[metric] for record in scored}
 
 

@@ -137,9 +137,7 @@ class Run:
         received: the folder of what this host has received of it, until then.
     """
 
-    def __init__(
-        self, records: RunRecords, coordinator: Coordinator, options: RunOptions, call: str
-    ) -> None:
+    def __init__(self, records: RunRecords, coordinator: Coordinator, options: RunOptions, call: str) -> None:
         """Create the folder on every host, and become its owner. All ranks must make this `call`."""
         self.dir = run_dir = records.dir
         self.records, self.coordinator, self.options = records, coordinator, options
@@ -163,9 +161,7 @@ class Run:
         with self.writing_together():
             # A resume would cut the records of another program.
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
-                raise UserError(
-                    f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
-                )
+                raise UserError(f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder.")
             folders = (run_dir.checkpoints, run_dir.path)
             self._created = [path for path in folders if not path.exists()]
             run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -200,9 +196,7 @@ class Run:
         if not announced:
             return
         root = self.dir.checkpoints
-        answers = self.gather(
-            [announced == str(self.dir.path), root.exists(), bool(folder.list_steps(root))]
-        )
+        answers = self.gather([announced == str(self.dir.path), root.exists(), bool(folder.list_steps(root))])
         is_same, is_there, has_steps = map(any, zip(*answers, strict=True))
         if is_same:  # on one rank at least: links may give it other names on the other hosts
             if not is_there:  # its file server may be away

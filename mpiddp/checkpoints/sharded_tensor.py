@@ -53,9 +53,7 @@ class ShardedValue:
             raise UserError(f"a tensor of shape {list(self.shape)} was saved as {self.placements}")
         dims = self.placements if fits else [None] * mesh.ndim
         places = [Shard(dim) if isinstance(dim, int) else Replicate() for dim in dims]
-        return self._filled(
-            empty(self.shape, dtype=self.dtype, device_mesh=mesh, placements=places)
-        )
+        return self._filled(empty(self.shape, dtype=self.dtype, device_mesh=mesh, placements=places))
 
     def _filled(self, target: Tensor) -> Tensor:
         """The target, into which this rank's part is read."""

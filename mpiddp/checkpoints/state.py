@@ -110,9 +110,7 @@ class FlatState:
     def with_tensors(self, values: Iterable[Any]) -> dict[str, Any]:
         """The state with these values in the places of its tensors, in their order."""
         rest = iter(values)
-        filled: dict[str, Any] = mapped(
-            self.tree, lambda _, value: next(rest) if type(value) is torch.dtype else value
-        )
+        filled: dict[str, Any] = mapped(self.tree, lambda _, value: next(rest) if type(value) is torch.dtype else value)
         return filled
 
     def _flatten(self, path: Keys, value: Any) -> Any:
@@ -147,9 +145,7 @@ class FlatState:
                 "of these: convert it, for example with .tolist() or .state_dict()",
             )
         if kind is int and (bits := value.bit_length()) > _MAX_BITS:
-            problem = (
-                f"cannot save an int of {bits} bits. Expected {_MAX_BITS} or fewer: convert it"
-            )
+            problem = f"cannot save an int of {bits} bits. Expected {_MAX_BITS} or fewer: convert it"
             self._refuse(path, problem)
         return value
 

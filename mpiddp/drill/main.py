@@ -133,8 +133,7 @@ def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> 
     options = parse_options(argv, "mpiddp drill")
     if options.job[0] == "--":
         raise UserError(
-            "mpiddp drill: it observes a Python script or a module in each rank, and not a command "
-            'after "--".',
+            'mpiddp drill: it observes a Python script or a module in each rank, and not a command after "--".',
             fix="mpiddp drill -n 2 train.py --out {out}",
         )
     if options.dry_run:
@@ -149,9 +148,7 @@ def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> 
 def _faults(text: str) -> tuple[Fault, ...]:
     names = text.split(",")
     if wrong := [name for name in names if name not in (*NAMES, "none")]:
-        raise argparse.ArgumentTypeError(
-            f'"{wrong[0]}" is not a fault. Expected: {", ".join(NAMES)}'
-        )
+        raise argparse.ArgumentTypeError(f'"{wrong[0]}" is not a fault. Expected: {", ".join(NAMES)}')
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 

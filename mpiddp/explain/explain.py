@@ -60,13 +60,10 @@ _OWN_ERROR, _RANK_ENDED = _BY_ID["own-error"], _BY_ID["rank-ended"]
 _HANG, _INTERRUPT = _BY_ID["python-hang"], _BY_ID["python-interrupted"]
 # Texts with the same first character share a branch, because that is faster than one alternative for each
 # text.
-_BRANCHES = groupby(
-    sorted([OURS, FIX, *(text for row in ROWS for text in row.says)]), key=lambda text: text[0]
-)
+_BRANCHES = groupby(sorted([OURS, FIX, *(text for row in ROWS for text in row.says)]), key=lambda text: text[0])
 _TEXTS = re.compile(
     "|".join(
-        f"{re.escape(first)}(?:{'|'.join(re.escape(text[1:]) for text in texts)})"
-        for first, texts in _BRANCHES
+        f"{re.escape(first)}(?:{'|'.join(re.escape(text[1:]) for text in texts)})" for first, texts in _BRANCHES
     ).encode()
 )
 

@@ -57,10 +57,7 @@ def main(argv: list[str]) -> int:
     elif explanations:
         first = explanations[0]
         more = f" More: mpiddp explain {first.failure.id}" if first.failure.cause else ""
-        print(
-            f'{name}: nothing failed for good. Line {first.number} says "{first.line}", but '
-            f"{log.survived}.{more}"
-        )
+        print(f'{name}: nothing failed for good. Line {first.number} says "{first.line}", but {log.survived}.{more}')
     else:
         last = escaped(log.last_sentence.removeprefix(OURS))
         sentence = f'The last sentence of mpiddp in it is: "{last}". ' if last else ""

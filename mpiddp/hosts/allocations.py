@@ -71,9 +71,7 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
         else:
             slots = _gpus_of_slurm(env, names)
     except ValueError as error:
-        raise UserError(
-            f"the variables of Slurm job {job} cannot be read: {error}.", fix=NAME_THEM
-        ) from None
+        raise UserError(f"the variables of Slurm job {job} cannot be read: {error}.", fix=NAME_THEM) from None
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
 
@@ -92,9 +90,7 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
         sums.append(sum(map(int, numbers)))
     on_node, per_node, total = sums
     if on_node and not per_node and total not in (0, on_node * len(names)):
-        raise ValueError(
-            f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many"
-        )
+        raise ValueError(f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many")
     return [on_node or per_node or 1] * len(names)
 
 
@@ -133,9 +129,7 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
         names = expand_nodelist(last)
     except ValueError:
         reason = shown(last) or "it is not on PATH, or prints nothing"
-        raise UserError(
-            f"FLUX_URI is set, but flux getattr hostlist fails: {reason}.", fix=NAME_THEM
-        ) from None
+        raise UserError(f"FLUX_URI is set, but flux getattr hostlist fails: {reason}.", fix=NAME_THEM) from None
     # An instance may have several brokers on a host.
     return Hosts("the Flux instance", tuple(map(Host, dict.fromkeys(names))))
 
@@ -264,9 +258,7 @@ class Scheduler(NamedTuple):
 SCHEDULERS = (
     Scheduler("Flux", ("FLUX_URI",), flux, "FLUX_", followed_by="flux"),
     Scheduler("Slurm", ("SLURM_JOB_ID",), slurm, "SLURMD?_", _left_of_slurm, "slurm", SRUN, "srun"),
-    Scheduler(
-        "PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, "PBS_", _left_of_pbs, "tm,pbs", SSH_IN_PBS
-    ),
+    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, "PBS_", _left_of_pbs, "tm,pbs", SSH_IN_PBS),
     Scheduler(
         "LSF",
         ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
@@ -280,9 +272,7 @@ SCHEDULERS = (
         *(_left_of_grid_engine, "gridengine", QRSH),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler(
-        "SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot, "SKYPILOT_NODE_RANK$"
-    ),
+    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot, "SKYPILOT_NODE_RANK$"),
     Scheduler("Kubeflow or AWS Batch", tuple(UNLISTED), unlisted),
 )
 

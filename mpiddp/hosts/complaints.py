@@ -40,9 +40,7 @@ def ssh_errors() -> list[SectionProxy]:
     return [parser[name] for name in parser.sections()]
 
 
-_SAYS_NOTHING = re.compile(
-    r"Warning: |Connection (?:closed|reset) by |\W*$|debug\d: ", re.IGNORECASE
-)
+_SAYS_NOTHING = re.compile(r"Warning: |Connection (?:closed|reset) by |\W*$|debug\d: ", re.IGNORECASE)
 # ssh has found no way to the host. If a login fails otherwise, the host is up.
 _LOST = (
     r"(?m)^(ssh: connect to host \S+ port \d+|channel \d+: open failed): |"
@@ -122,9 +120,7 @@ class Answer:
             why, ssh = "A start-up file there may wait for input", ssh_line(host)
             if not printed:
                 ssh = ssh.replace("ssh", "ssh -v", 1)
-                network = (
-                    'If it stops before "Authenticated", the network may lose large packets (MTU)'
-                )
+                network = 'If it stops before "Authenticated", the network may lose large packets (MTU)'
                 why = f"{network}. Otherwise, a{why[1:]}"
             return with_fix(f"ssh {host.name}: {no_end}. {why}.", f"{ssh} true. {slow}")
         if self.exit_code != 255:
@@ -134,9 +130,7 @@ class Answer:
             reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
             why = f"the host runs another command, which prints: {reason or 'nothing'}"
             see = "its login shell, its start-up files, and command= in its authorized_keys"
-            return with_fix(
-                f"ssh {host.name}: {why}.", f"see ForceCommand in its sshd_config, {see}"
-            )
+            return with_fix(f"ssh {host.name}: {why}.", f"see ForceCommand in its sshd_config, {see}")
         return ssh_complaint(host, self.stderr, transport)
 
     @cached_property
@@ -179,13 +173,9 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
                 return with_fix(f"ssh {host.name}: {why}.", f"{agent}ssh-add {key}")
             return with_fix(error["cause"], error["fix"]).format(*match.groups(), **words)
     # A module of PAM says why, before sshd closes the connection. A warning does not say why.
-    says_why = [
-        line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)
-    ]
+    says_why = [line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)]
     if not (said := says_why or lines):
-        return with_fix(
-            f"ssh {host.name} failed: no output.", f"{ssh.replace('ssh', 'ssh -v', 1)} true"
-        )
+        return with_fix(f"ssh {host.name} failed: no output.", f"{ssh.replace('ssh', 'ssh -v', 1)} true")
     return with_fix(f"ssh {host.name} failed: {' / '.join(said[-2:])[:_SHOWN]}.", f"{ssh} true")
 
 

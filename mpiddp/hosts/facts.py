@@ -71,9 +71,7 @@ def package_version(package: str, folders: Sequence[str] = ()) -> str | None:
     return next((distribution.version for distribution in installed), None)
 
 
-def program_version(
-    program: str, env: Mapping[str, str], stderr: int = subprocess.DEVNULL
-) -> str | None:
+def program_version(program: str, env: Mapping[str, str], stderr: int = subprocess.DEVNULL) -> str | None:
     """The output of `program --version`; None if it cannot run, or does not answer within VERSION_S."""
     variables = with_own_folder(Path(program), env)
     return tool_output(program, ("--version",), None, VERSION_S, variables, stderr) or None

@@ -60,9 +60,7 @@ def faults(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iter
             yield with_fix(f"{host}: GPU {number} {fact}.", "restart the host")
 
 
-def notes(
-    host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str = ""
-) -> Iterator[str]:
+def notes(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str = "") -> Iterator[str]:
     """A sentence for each chosen GPU that others use, is slowed, or was reset. `ssh` logs in there."""
     for number, gpu in _those(gpus, chosen):
         for fact in _reported(gpu, is_over=True):

@@ -175,9 +175,7 @@ def without(hosts: Hosts, exclude: str, *, is_first: bool) -> Hosts:
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
     if unknown and is_first:
         present = listed([host.name for host in hosts.hosts])
-        raise UserError(
-            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.'
-        )
+        raise UserError(f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.')
     left = tuple(host for host in hosts.hosts if host.key not in excluded)
     if all(host.slots == 0 for host in left):
         raise UserError(f"--exclude {exclude} leaves no slots in {hosts.source}.")
@@ -187,9 +185,7 @@ def without(hosts: Hosts, exclude: str, *, is_first: bool) -> Hosts:
 def _text(data: bytes, source: str) -> str:
     """The file's bytes as text, without a byte order mark. Raises UserError."""
     if len(data) > _MAX_BYTES:
-        raise UserError(
-            f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile.", fix=EXAMPLE
-        )
+        raise UserError(f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile.", fix=EXAMPLE)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -251,9 +247,7 @@ def _value(where: str, key: str, text: str, token: str) -> Any:
         try:
             return str(ipaddress.ip_address(text))
         except ValueError:
-            raise UserError(
-                f'{where}: "{shown(text)}" is not an IP address.', fix=EXAMPLE
-            ) from None
+            raise UserError(f'{where}: "{shown(text)}" is not an IP address.', fix=EXAMPLE) from None
     pattern, expected, example = _VALUES[key]
     if not re.fullmatch(pattern, text):
         raise UserError(f'{where}: "{shown(token)}" is not {expected}.', fix=example)
@@ -276,9 +270,7 @@ def _checked(hosts: Hosts) -> Hosts:
                 fix = f"already on line {first.line}. Merge them into one slots= line."
             raise UserError(f"{hosts.where(host)}: {host.name} is {fix}")
     if not hosts.usable:
-        raise UserError(
-            f"{hosts.source}: every host has slots=0, so no rank can start.", fix=EXAMPLE
-        )
+        raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start.", fix=EXAMPLE)
     if (total := sum(host.slots or 0 for host in hosts.hosts)) > MAX_SLOTS:
         raise UserError(f"{hosts.source}: {total} slots in all; expected at most {MAX_SLOTS}.")
     return hosts

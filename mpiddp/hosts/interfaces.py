@@ -53,9 +53,7 @@ class Interface(NamedTuple):
         address, names = ipaddress.ip_address(self.address), (self.name, self.address)
         for request in requested.split(","):
             with suppress(ValueError):  # not a network
-                if request in names or (
-                    "/" in request and address in ipaddress.ip_network(request, False)
-                ):
+                if request in names or ("/" in request and address in ipaddress.ip_network(request, False)):
                     return True
         return False
 

@@ -54,8 +54,7 @@ _RSYNC = (
 _VANISHED = 24  # rsync's exit code if a file was deleted meanwhile
 _SSH = Path(__file__).with_name("rsync_ssh.sh")
 _RSYNC_THERE = (
-    f'exec sh -c \'echo {LOGIN}; until [ "$line" = {LOGIN} ]; do IFS= read -r line || exit; done; '
-    'exec rsync "$@"\' sh'
+    f'exec sh -c \'echo {LOGIN}; until [ "$line" = {LOGIN} ]; do IFS= read -r line || exit; done; exec rsync "$@"\' sh'
 )
 
 
@@ -130,9 +129,7 @@ def default_folders(here: str) -> list[str]:
         raise UserError(with_fix(sentence, fix))
     package, taken = Path(__file__).parents[2], [Path(here), *map(Path, _environment())]
     taken += [package] if "site-packages" not in package.parts else []
-    return [
-        str(path) for path in dict.fromkeys(taken) if not any(_brings(one, path) for one in taken)
-    ]
+    return [str(path) for path in dict.fromkeys(taken) if not any(_brings(one, path) for one in taken)]
 
 
 def _brings(folder: Path, path: Path) -> bool:

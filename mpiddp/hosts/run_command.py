@@ -75,17 +75,13 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.usage = "mpiddp hosts run [options] [FILE] -- COMMAND [ARGS ...]"
     parser.elsewhere = {"[^-].*": "write -- before the command"}
     add_file(parser)
-    parser.add_argument(
-        "--timeout", type=duration, metavar="30s", help="end the command after this time"
-    )
+    parser.add_argument("--timeout", type=duration, metavar="30s", help="end the command after this time")
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Run `options.command` on all hosts, and print the answers. Returns 1 if it failed on any."""
     if not options.command:
-        raise UserError(
-            "mpiddp hosts run: no command.", fix="mpiddp hosts run FILE -- nvidia-smi -L"
-        )
+        raise UserError("mpiddp hosts run: no command.", fix="mpiddp hosts run FILE -- nvidia-smi -L")
     # The command travels as a literal of Python, so no shell reads it.
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED, "HINT": ""}
     if len(options.command) == 1 and re.search(r"[\s|&;<>$]", options.command[0]):

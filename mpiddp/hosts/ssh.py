@@ -171,9 +171,7 @@ def ask_hosts(
                         selector.unregister(stream)
                         ended += [login] * (stream is login.stdout)
                 now = time.monotonic()
-                for login in [
-                    login for login in running if login in ended or login.deadline <= now
-                ]:
+                for login in [login for login in running if login in ended or login.deadline <= now]:
                     for stream in (login.stdout, login.stderr):
                         with suppress(KeyError):  # it is at its end
                             selector.unregister(stream)
@@ -213,9 +211,7 @@ def other_hosts(hosts: Sequence[Host]) -> list[Host]:
     return [host for host in hosts if not is_this_host(host.name)]
 
 
-def ssh_config(
-    hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
-) -> str:
+def ssh_config(hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True) -> str:
     """ssh's configuration for a job: the users and ports of the hostfile, _SETTINGS, and then the user's own.
 
     A user's block "Host node1" applies, because ssh is called with the name in the hostfile. Only an IPv6
@@ -247,9 +243,7 @@ def _of_machine() -> str:
 
 
 @contextmanager
-def config_file(
-    hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
-) -> Iterator[str]:
+def config_file(hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True) -> Iterator[str]:
     """The path of a file with `ssh_config` for logins of this process. It exists as long as the body lasts.
 
     ssh says why a login fails, even if the user's own LogLevel is QUIET. It gives up a silent host in
@@ -268,9 +262,7 @@ def config_file(
 class Login:
     """A login on one host, which runs one program after the other. It begins after `pause_s`."""
 
-    def __init__(
-        self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0
-    ) -> None:
+    def __init__(self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0) -> None:
         self._python, self._transport = python, transport
         self._to_send, self._is_last = _FOR_START_UP_FILES, False
         self.deadline, self._work_s = math.inf, 0.0

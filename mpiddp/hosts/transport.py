@@ -59,13 +59,9 @@ SSH_IN_PBS = SSH._replace(
     "ranks: mpirun python -m mpiddp run …"
 )
 # qrsh(1): -inherit starts a task of the running job. The parallel environment needs control_slaves.
-QRSH = Transport(
-    "qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE, where ssh is allowed"
-)
+QRSH = Transport("qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE, where ssh is allowed")
 # "blaunch" in IBM's LSF command reference: a drop-in replacement of rsh and ssh within a job.
-BLAUNCH = Transport(
-    "blaunch", ("blaunch",), "rsh", "--hostfile $LSB_DJOB_HOSTFILE, where ssh is allowed"
-)
+BLAUNCH = Transport("blaunch", ("blaunch",), "rsh", "--hostfile $LSB_DJOB_HOSTFILE, where ssh is allowed")
 _SRUN_NEEDS = re.compile("(?!SLURM_|SRUN_)|SLURM_(CONF|JOB_?ID$|(WORKING_)?CLUSTER|JWT)")
 
 

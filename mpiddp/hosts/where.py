@@ -71,9 +71,7 @@ def refuse_both(hostfile: str | None, host_list: str | None) -> None:
         raise UserError("--hostfile and -H both name the hosts. Give one.")
 
 
-def named_hosts(
-    hostfile: str | None, host_list: str | None, env: Mapping[str, str], login_s: float
-) -> Hosts | None:
+def named_hosts(hostfile: str | None, host_list: str | None, env: Mapping[str, str], login_s: float) -> Hosts | None:
     """The hosts that the user names, else those of an allocation; None without one.
 
     `login_s`: the time that a login may take, in seconds. Raises UserError for a list or an allocation that

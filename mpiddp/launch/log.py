@@ -107,9 +107,7 @@ class Screen:
     the output is lost, and the job goes on.
     """
 
-    def __init__(
-        self, target: int, name: str, *, is_shared: bool, has_stamps: bool = False
-    ) -> None:
+    def __init__(self, target: int, name: str, *, is_shared: bool, has_stamps: bool = False) -> None:
         self.file = _unshared(target)
         self._unsent = bytearray()
         self._has_stamps = has_stamps
@@ -159,9 +157,7 @@ class Screen:
         if source.is_in_frames or _ABOVE_FRAMES in lines:
             lines = self._without_frames(lines, source)
         prefix = self._before(source)
-        self.show_lines(
-            lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n", source
-        )
+        self.show_lines(lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n", source)
 
     def _without_frames(self, lines: bytes, source: Source) -> bytes:
         kept = []

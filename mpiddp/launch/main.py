@@ -106,9 +106,7 @@ def _launch(argv: list[str]) -> int:
         job = detached.name
         if plans is None:
             print(job)
-            log.info(
-                f"the job goes on in the background. To follow its output: mpiddp logs -f {job}"
-            )
+            log.info(f"the job goes on in the background. To follow its output: mpiddp logs -f {job}")
             return DONE
         reports.append(detached.report_path)
         folder = detached.folder

@@ -169,9 +169,7 @@ class Seal:
     def __init__(self, key: str, challenges: str, direction: str) -> None:
         from _blake2 import blake2b
 
-        self._hash = blake2b(
-            f"{direction} {challenges}\n".encode(), key=key.encode(), digest_size=_SEAL // 2
-        )
+        self._hash = blake2b(f"{direction} {challenges}\n".encode(), key=key.encode(), digest_size=_SEAL // 2)
         self._count = 0
 
     def next(self, head: bytes, digest_of_value: bytes) -> bytes:
@@ -247,9 +245,7 @@ def mac(key: str, purpose: str, value: bytes = b"") -> str:
 def listed(values: Mapping[int, bytes]) -> bytes:
     """The JSON of the values of all ranks. The most frequent value stands there once, the others by rank."""
     [(usual, _)] = Counter(values.values()).most_common(1)
-    others = [
-        b'"%d": %b' % (rank, values[rank]) for rank in sorted(values) if values[rank] != usual
-    ]
+    others = [b'"%d": %b' % (rank, values[rank]) for rank in sorted(values) if values[rank] != usual]
     return b'{"usual": %b, "others": {%b}}' % (usual, b", ".join(others))
 
 
@@ -317,9 +313,7 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:
     """Whether a message has its required fields, because a process of the job may have an error."""
     fields = MESSAGES.get(kind)
-    return fields is not None and all(
-        isinstance(facts.get(name, facts), types) for name, types in fields.items()
-    )
+    return fields is not None and all(isinstance(facts.get(name, facts), types) for name, types in fields.items())
 
 
 def probe_interval_s(patience_s: float) -> int:
@@ -327,9 +321,7 @@ def probe_interval_s(patience_s: float) -> int:
     return min(math.ceil(patience_s / _PROBES), _LONGEST_INTERVAL_S)
 
 
-def notice_silence(
-    connection: socket.socket, patience_s: float, *, is_read_slowly: bool = False
-) -> None:
+def notice_silence(connection: socket.socket, patience_s: float, *, is_read_slowly: bool = False) -> None:
     """Make the kernel end the connection once the other host has been silent for this long.
 
     The kernel sends the probes, because a rank that imports torch, or computes, could send no heartbeat. Both

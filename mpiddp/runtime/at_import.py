@@ -25,9 +25,7 @@ class AtImport:
     script, so nothing happens there.
     """
 
-    def __init__(
-        self, names: Sequence[str], around: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, names: Sequence[str], around: Callable[[], AbstractContextManager[None]]) -> None:
         self.names, self._around, self._process = names, around, os.getpid()
 
     def find_spec(

@@ -35,10 +35,7 @@ from mpiddp.runtime.streams import Input, Stream
 from mpiddp.text import escaped
 
 # A user's signal.py in the working folder, which -c puts first, is not Python's own.
-_START = (
-    "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; "
-    "from mpiddp.runtime.script import main; main()"
-)
+_START = "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; from mpiddp.runtime.script import main; main()"
 # The signals that a rank passes on to its script or its command.
 PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others

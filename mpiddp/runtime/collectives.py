@@ -67,10 +67,7 @@ def _calls(torch: Any) -> dict[str, Any]:
         del _latest[key]
     latest = [*_latest.items()][-_MOST_GROUPS:]
     most = _MOST_CALLS // max(len(latest), 1)
-    messages = [
-        {"name": ":".join(key), **facts, "calls": _shortened(facts["calls"], most)}
-        for key, facts in latest
-    ]
+    messages = [{"name": ":".join(key), **facts, "calls": _shortened(facts["calls"], most)} for key, facts in latest]
     # The launcher reads the clock of this rank by it: the later, the better.
     return {"groups": messages, "now_us": time.time_ns() // 1000}
 
@@ -86,9 +83,7 @@ def _is_of(group: Any, key: tuple[str, str]) -> bool:
     if group is None:
         return False
     backends = map(group._get_backend, group._device_types)
-    made = [
-        backend._get_sequence_number_for_group() for backend in backends if backend.name() == key[1]
-    ]
+    made = [backend._get_sequence_number_for_group() for backend in backends if backend.name() == key[1]]
     return not made or max(call[0] for call in _latest[key]["calls"]) <= max(made)
 
 

@@ -17,9 +17,7 @@ EVERY_S, LIMIT_S = 10.0, 5.0
 
 
 @contextmanager
-def reading_gpus(
-    ranks: Sequence[int], env: Mapping[str, str], send: Callable[..., None]
-) -> Iterator[None]:
+def reading_gpus(ranks: Sequence[int], env: Mapping[str, str], send: Callable[..., None]) -> Iterator[None]:
     """In the body, send the launcher the readings of the `ranks` of this host, in their order."""
     is_over = threading.Event()
 

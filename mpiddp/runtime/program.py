@@ -89,9 +89,7 @@ def parse(argv: list[str]) -> Program:
     return Program(kind, job[0], tuple(job[1:]))
 
 
-def script_environment(
-    env: Mapping[str, str], launcher: str, exported: Collection[str] = ()
-) -> dict[str, str]:
+def script_environment(env: Mapping[str, str], launcher: str, exported: Collection[str] = ()) -> dict[str, str]:
     """The variables of the program of a rank that has joined, from those of the rank.
 
     A process that finds the MPI's would join the job as this rank: one that the script starts, or a worker
@@ -99,11 +97,7 @@ def script_environment(
     variables that the user has named with -x, `exported`, stay in any case.
     """
     left_out = (*_of_mpi(env), *(() if launcher == "slurm" else ("SLURM_STEP_ID",)))
-    rest = {
-        name: value
-        for name, value in env.items()
-        if name in exported or not name.startswith(left_out)
-    }
+    rest = {name: value for name, value in env.items() if name in exported or not name.startswith(left_out)}
     folders = rest.pop(_LIBRARIES, "").split(os.pathsep)
     # Open MPI puts its own before those of the user.
     of_mpi = {
@@ -125,9 +119,7 @@ def _of_mpi(env: Mapping[str, str]) -> tuple[str, ...]:
     return (*set_by_launchers(env), *_IDENTITY)
 
 
-def command_environment(
-    env: Mapping[str, str], launcher: str = "", exported: Collection[str] = ()
-) -> dict[str, str]:
+def command_environment(env: Mapping[str, str], launcher: str = "", exported: Collection[str] = ()) -> dict[str, str]:
     """The variables of the command of a rank that has joined: it may start a torchrun with other ranks."""
     rest = script_environment(env, launcher, exported)
     for name in {GPUS, PLACEMENT, AGENT_STORE}.difference(exported):

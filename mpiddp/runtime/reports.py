@@ -65,9 +65,7 @@ def announce(
     is_right = is_valid("announce", facts) and min(numbers, default=1) > 0
     is_right &= b"\0" not in os.fsencode("".join(resume_args)) and not isinstance(resume_args, str)
     if not is_right or len(json.dumps(facts)) > LINE_LIMIT // 2:
-        raise ValueError(
-            f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}"
-        )
+        raise ValueError(f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}")
     script_session().coordinator.tell_launcher("announce", **facts)
 
 

@@ -114,9 +114,7 @@ def spawn(
         values: Sequence[Value] = [value] if isinstance(value, (str, int, float)) else value or []
         if len(values) > 1 and flag not in _REPEATED:
             values = [",".join(map(str, values))]
-        argv += [
-            flag if value is True else f"{flag}={value}" for value in values if value is not False
-        ]
+        argv += [flag if value is True else f"{flag}={value}" for value in values if value is not False]
     name, pickled = pickled_call(partial(function, *args))
     call = encode("call", pickled, options=argv, env=dict(env or {}))
     with errors.named_by("mpiddp.spawn:"):
@@ -181,9 +179,7 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
     return name, b64encode(pickle.dumps((facts, body)))
 
 
-def _launched(
-    call: bytes, cwd: str | os.PathLike[str] | None
-) -> tuple[dict[str, Any], dict[int, bytes]]:
+def _launched(call: bytes, cwd: str | os.PathLike[str] | None) -> tuple[dict[str, Any], dict[int, bytes]]:
     """Run a launcher with this call, see `mpiddp.launch.run.control.Exchange`, and show its output.
 
     Returns the job's outcome, and the answers by rank, as pickles: the results of all ranks, or the error of
@@ -207,9 +203,7 @@ def _launched(
         # The first stops the job, a second one kills it, and so no job stays behind.
         with interrupts_end(lambda number, _: launcher.send_signal(number)):
             pairs = ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr))
-            copies = [
-                threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]
-            ]
+            copies = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]]
             for copy in copies:
                 copy.start()
             with suppress(OSError):  # it has ended, and its last line says why
@@ -223,9 +217,7 @@ def _launched(
             for copy in copies:
                 copy.join(_LAST_S)
     if outcome is None:
-        raise JobFailed(
-            f"the launcher ended early, with exit code {code}. Its last lines may say why."
-        )
+        raise JobFailed(f"the launcher ended early, with exit code {code}. Its last lines may say why.")
     return outcome, answers
 
 

@@ -313,9 +313,7 @@ class Cifar:
             raise mpiddp.JobFailed(f"{file} cannot be read ({error.strerror}).") from None
         digest, sha256 = hashlib.sha256(content).hexdigest(), self.files[file.name]
         if digest != sha256:
-            raise mpiddp.UserError(
-                f"{file} is not {self.title}'s: its SHA-256 is {digest}, not {sha256}; {hint}"
-            )
+            raise mpiddp.UserError(f"{file} is not {self.title}'s: its SHA-256 is {digest}, not {sha256}; {hint}")
         return content
 
     def fetch(self, folder: Path, report: Callable[[str], None]) -> None:
@@ -351,8 +349,7 @@ class Cifar:
                 reasons.append(f"{name}: {error}")
                 report(f"{self.title}: {reasons[-1]}")
         raise mpiddp.JobFailed(
-            f"{self.title} cannot be downloaded ({'; '.join(reasons)}). Copy {local.name} into {folder} "
-            "yourself."
+            f"{self.title} cannot be downloaded ({'; '.join(reasons)}). Copy {local.name} into {folder} yourself."
         )
 
     def _from_archive(self, url: str, scratch: Path) -> Path:
@@ -433,9 +430,7 @@ class Folder:
         return folder if any((folder / split).is_dir() for split in ("train", "val")) else None
 
     def fetch(self, folder: Path, report: Callable[[str], None]) -> None:
-        raise mpiddp.UserError(
-            f"--dataset image-folder needs --data-dir DIR, with train/ and val/, not {folder}."
-        )
+        raise mpiddp.UserError(f"--dataset image-folder needs --data-dir DIR, with train/ and val/, not {folder}.")
 
     def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
         """With `skips`, an image that cannot be read is left out. Without it, it raises a UserError."""
@@ -455,9 +450,7 @@ class Folder:
 class ImageFolder:
     """One split of the folder: its classes, and (path, label) of its images."""
 
-    def __init__(
-        self, folder: Path, device: torch.device, opening: Opening, *, augments: bool
-    ) -> None:
+    def __init__(self, folder: Path, device: torch.device, opening: Opening, *, augments: bool) -> None:
         if not folder.is_dir():
             raise mpiddp.UserError(
                 f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
@@ -529,9 +522,7 @@ class _Decoder(torch.utils.data.Dataset[Any]):
     would lose their type. Such an image is black, and its label is IGNORED.
     """
 
-    def __init__(
-        self, samples: Sequence[tuple[str, int]], size: int, seed: int | None, *, can_skip: bool
-    ) -> None:
+    def __init__(self, samples: Sequence[tuple[str, int]], size: int, seed: int | None, *, can_skip: bool) -> None:
         self.samples, self.size, self.seed, self._can_skip = samples, size, seed, can_skip
 
     def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, list[Exception]]:
@@ -646,9 +637,7 @@ DATASETS: dict[str, Source] = {
 }
 
 
-def open_data(
-    source: Source, folder: Path, world: mpiddp.World, opening: Opening, *, random_batch: int = 0
-) -> Data:
+def open_data(source: Source, folder: Path, world: mpiddp.World, opening: Opening, *, random_batch: int = 0) -> Data:
     """Open the data set on the device, after one rank of each host has fetched it. A collective.
 
     With `random_batch`, the images are random, in batches of this size at most.

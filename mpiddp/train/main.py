@@ -597,9 +597,7 @@ class Trainer(Training):
         name = next(iter(saved.state)) if len(saved.state) == 1 else "model"
         entry = saved.state.get(name)
         if not isinstance(entry, dict) or entry.keys() != self.model.state_dict().keys():
-            raise mpiddp.UserError(
-                f"--weights {weights}: it is of another model than --arch {self.config.arch}."
-            )
+            raise mpiddp.UserError(f"--weights {weights}: it is of another model than --arch {self.config.arch}.")
         # It logs the tensors that have another shape.
         saved.load_into(strict=False, **{name: self.model})
 
@@ -756,8 +754,7 @@ def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> N
     resume = config.resume
     if Path(resume).resolve().is_relative_to(out.resolve()):
         raise mpiddp.UserError(
-            f"--resume {resume} is of this run. To go back, leave it out, after: "
-            f"mpiddp checkpoints rewind {out} STEP"
+            f"--resume {resume} is of this run. To go back, leave it out, after: mpiddp checkpoints rewind {out} STEP"
         )
     rows = [(name, saved.config.get(name), now) for name, now in fixed_of(config).items()]
     if different := [f"{name} {old!r}, now {now!r}" for name, old, now in rows if old != now]:
@@ -846,9 +843,7 @@ def steps_in(summary: Path) -> Any:
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace the file, or on an error leave the existing one. NaN and infinities become null."""
-    bad = {
-        name for name, value in values.items() if value in (math.inf, -math.inf) or value != value
-    }
+    bad = {name for name, value in values.items() if value in (math.inf, -math.inf) or value != value}
     finite = {name: None if name in bad else value for name, value in values.items()}
     replace_file(path, f"{json.dumps(finite, indent=1)}\n".encode())
 

@@ -111,9 +111,7 @@ class Training:
 
     log_every = 50  # steps
 
-    def __init__(
-        self, recipe: Recipe, data: Data, world: mpiddp.World, **batches: int | None
-    ) -> None:
+    def __init__(self, recipe: Recipe, data: Data, world: mpiddp.World, **batches: int | None) -> None:
         """`batches` are a global_batch_size and steps_per_epoch that do not follow from the recipe."""
         self.recipe, self.data, self.world = recipe, data, world
         self.device, self.world_size = data.train.device, world.world_size
@@ -363,9 +361,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", default="runs/train", help="folder of the run")
     for field in dataclasses.fields(Recipe):
         is_tuple = isinstance(field.default, tuple)
-        kind: dict[str, Any] = (
-            {"type": int, "nargs": "*"} if is_tuple else {"type": type(field.default)}
-        )
+        kind: dict[str, Any] = {"type": int, "nargs": "*"} if is_tuple else {"type": type(field.default)}
         if isinstance(field.default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **kind)

@@ -17,9 +17,7 @@ def logs(argv: list[str]) -> int:
     """Run `mpiddp logs ARGV`. Raises UserError for bad usage, or no such job."""
     purpose = "Print the output of a job that was started with --detach."
     parser = job_parser("logs", purpose, _DEFAULT)
-    parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on until the job ends, or Ctrl-C"
-    )
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, or Ctrl-C")
     options = parser.parse_args(argv)
     job = find_detached(options.job)
     reader = select.poll()
@@ -37,9 +35,7 @@ def logs(argv: list[str]) -> int:
 
 def wait(argv: list[str]) -> int:
     """Run `mpiddp wait ARGV`. The exit code is the job's. Raises UserError for bad usage, or no such job."""
-    purpose = (
-        "Wait until a job that was started with --detach has ended. The exit code is the job's."
-    )
+    purpose = "Wait until a job that was started with --detach has ended. The exit code is the job's."
     job = find_detached(job_parser("wait", purpose, _DEFAULT).parse_args(argv).job)
     try:
         job.wait()

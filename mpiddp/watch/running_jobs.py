@@ -71,9 +71,7 @@ class RunningJob:
 _AnyJob = TypeVar("_AnyJob", RunningJob, DetachedJob)
 
 
-def job_parser(
-    verb: str, purpose: str, default: str = "the only one that runs"
-) -> OneSentenceParser:
+def job_parser(verb: str, purpose: str, default: str = "the only one that runs") -> OneSentenceParser:
     parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose, allow_abbrev=False)
     parser.add_argument("job", nargs="?", metavar="JOB", help=f"pid or name (default: {default})")
     return parser
@@ -121,9 +119,7 @@ def find_job(name: str | None) -> RunningJob:
                 raise UserError(f"job {name} {state}")
             raise HasEnded(detached.ending)
     if not jobs:
-        raise UserError(
-            "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
-        )
+        raise UserError("no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended.")
     titles = listed([job.title for job in jobs])
     called = "is called " + shown(name) if name else "runs in this container"
     raise UserError(f"no job of yours {called}. There are: {titles}.")
@@ -138,9 +134,7 @@ def find_detached(name: str | None) -> DetachedJob:
         return jobs[0]
     for attached in running_jobs() if name else ():
         if name in (attached.name, str(attached.pid)):
-            raise UserError(
-                f"job {attached.title} was started without --detach: its output is where it was started."
-            )
+            raise UserError(f"job {attached.title} was started without --detach: its output is where it was started.")
     called = "" if name is None else f" called {shown(name)}"
     there = f" There are: {listed([job.name for job in jobs])}." if jobs else ""
     raise UserError(f"no job{called} was started with mpiddp launch --detach.{there}")

@@ -22,9 +22,7 @@ def stacks(argv: list[str]) -> int:
     job, rank = find_job(options.job), options.rank
     count = len(job.facts.get("ranks", []))
     if rank is not None and rank >= count > 0:
-        raise UserError(
-            f"--rank {rank}: there is no such rank; job {job.title} has {counted(count, 'rank')}."
-        )
+        raise UserError(f"--rank {rank}: there is no such rank; job {job.title} has {counted(count, 'rank')}.")
     facts = job.ask(VIEW_STACKS)
     text = str(facts["sentence"])
     if rank is not None:
@@ -36,9 +34,7 @@ def stacks(argv: list[str]) -> int:
 
 def stop(argv: list[str]) -> int:
     """Run `mpiddp stop ARGV`. It does not wait for the end of the job. Raises UserError for no such job."""
-    purpose = (
-        "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
-    )
+    purpose = "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
     parser = job_parser("stop", purpose, "none; the only one that runs is named")
     name = parser.parse_args(argv).job
     try:

@@ -66,10 +66,7 @@ def ps(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     jobs = running_jobs()
     if options.json:
-        rows = [
-            {"pid": job.pid or None, "name": job.name, **(job.facts or {"phase": job.silence})}
-            for job in jobs
-        ]
+        rows = [{"pid": job.pid or None, "name": job.name, **(job.facts or {"phase": job.silence})} for job in jobs]
         print(as_json("ps", {"jobs": rows}))
         return DONE
     print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")

@@ -91,9 +91,7 @@ def test_files_name_only_pages_that_exist():
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name != "evidence"], ids=named
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "evidence"], ids=named)
 def test_pages_name_only_files_that_exist(page):
     """Except evidence, which names files of its commits."""
     paths = re.findall(r"`((?:mpiddp|tests|benchmarks|examples)/[\w./-]+)`", prose(page))
@@ -133,9 +131,7 @@ def test_the_readme_begins_with_the_two_commands_of_a_fresh_clone():
 
 def test_every_chapter_of_the_promises_runs_on_a_pull_request():
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    chapters = {
-        path.stem.removeprefix("test_") for path in (ROOT / "tests/promises").glob("test_*.py")
-    }
+    chapters = {path.stem.removeprefix("test_") for path in (ROOT / "tests/promises").glob("test_*.py")}
     assert {*jobs["promises"]["strategy"]["matrix"]["chapter"]} == chapters
     assert "if" not in jobs["promises"]
     assert jobs["all"]["strategy"]["matrix"] == jobs["quick"]["strategy"]["matrix"]  # each Python
@@ -240,12 +236,7 @@ def test_every_python_that_the_metadata_claims_has_passed():
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each `mpiddp …` of a page, without what stands before it and after the command."""
-    lines = [
-        line
-        for block in blocks(page)
-        if block.kind in ("sh", "console")
-        for line in joined(block.text)
-    ]
+    lines = [line for block in blocks(page) if block.kind in ("sh", "console") for line in joined(block.text)]
     lines += re.findall(r"^    +(.*\bmpiddp .*)$", prose(page), re.MULTILINE)
     lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if " -" in code]
     for line in lines:
@@ -286,10 +277,7 @@ ON_ONE_SCREEN = [
     *([verb] for verb in sorted(VERBS.keys() - {"report", "bench", "hosts", "checkpoints"})),
     *(["hosts", verb] for verb in ("--help", "check", "keys", "push", "pull", "run")),
     *(["bench", verb] for verb in ("--help", "allreduce", "scaling")),
-    *(
-        ["checkpoints", verb]
-        for verb in ("--help", "list", "verify", "prune", "pin", "rewind", "export")
-    ),
+    *(["checkpoints", verb] for verb in ("--help", "list", "verify", "prune", "pin", "rewind", "export")),
     [],
 ]
 
@@ -337,9 +325,7 @@ def unknown(words: list[str], known: frozenset[str]) -> list[str]:
 @pytest.mark.parametrize("page", ["README", "docs/get-started", "docs/migration"])
 def test_no_command_of_a_first_page_scrolls(page):
     """A comment stands above its command. Of README, no output scrolls, either."""
-    code = [
-        block for block in blocks(ROOT / f"{page}.md") if block.kind == "sh" or page == "README"
-    ]
+    code = [block for block in blocks(ROOT / f"{page}.md") if block.kind == "sh" or page == "README"]
     lines = [line for block in code for line in block.text.splitlines()]
     assert [line for line in lines if len(line) > 78 or re.search(r"^[^#].* # ", line)] == []
 
@@ -383,12 +369,7 @@ def test_the_page_shows_the_lines_of_the_example():
 
 
 def test_the_page_shows_the_lines_of_the_whole_loop():
-    section = (
-        (ROOT / "docs/your-own-script.md")
-        .read_text()
-        .partition("\n## 4. ")[2]
-        .partition("\n## ")[0]
-    )
+    section = (ROOT / "docs/your-own-script.md").read_text().partition("\n## 4. ")[2].partition("\n## ")[0]
     shown = [stripped(block.partition("```")[0]) for block in section.split("```python\n")[1:]]
     for lines, name in zip(shown, ("epochs.py", "epochs_on_any_ranks.py"), strict=True):
         assert lines - {"..."} <= stripped((ROOT / "examples" / name).read_text()), name

@@ -69,9 +69,7 @@ def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
     executable(bin_ / "ssh", NO_SSH)
     executable(bin_ / "srun", f'echo "$@" >>{hosts.folder}/steps; exec /usr/bin/srun "$@"')
 
-    def submit(
-        *arguments: str, first: str = "", how: str = "exec", job: tuple[str, ...] = TWO_EACH
-    ) -> Done:
+    def submit(*arguments: str, first: str = "", how: str = "exec", job: tuple[str, ...] = TWO_EACH) -> Done:
         launch = f"{how} {shlex.join([*LAUNCH, *arguments])}" if arguments else ""
         text = f"#!/bin/bash\nexport PATH={bin_}:$PATH\n{first}\n{launch}\n"
         done = batch.sbatch(text, *job, cwd=hosts.folder, env=ENV)
@@ -165,9 +163,7 @@ def test_a_sick_host_of_a_slurm_job(hosts, sbatch):
 )
 def test_steps_of_a_slurm_job(hosts, sbatch, job):
     """The ranks have all cores and GPUs of a Slurm job, and commands on its hosts share these meanwhile."""
-    run = shlex.join(
-        [*LAUNCH[:-1], "hosts", "run", "--", "sh", "-c", "echo has $CUDA_VISIBLE_DEVICES"]
-    )
+    run = shlex.join([*LAUNCH[:-1], "hosts", "run", "--", "sh", "-c", "echo has $CUDA_VISIBLE_DEVICES"])
     wait = "echo gpus $CUDA_VISIBLE_DEVICES; until [ -e finish ]; do sleep 0.1; done"
     launch = shlex.join([*LAUNCH, "--log-ranks", "all", "--", "sh", "-c", wait])
     lines = [
@@ -318,9 +314,7 @@ def test_push_in_a_grid_engine_job(qsub):
     folder, mpiddp = Path("/run/project"), shlex.join(LAUNCH[:-1])
     first = f"mkdir {folder}; cd {folder}; head -c 3000000 /dev/urandom >random; exec 2>&1\n"
     first += f"{mpiddp} hosts push {folder}; {mpiddp} hosts run -- sha1sum {folder}/random"
-    done = qsub(
-        "--min-hosts=2", "--", "rm", "-r", str(folder), first=first, pe="spread 2"
-    ).assert_ok()
+    done = qsub("--min-hosts=2", "--", "rm", "-r", str(folder), first=first, pe="spread 2").assert_ok()
     assert re.search(r"^node\[0-1\]: \w+  /run/project/random$", done.stdout, re.MULTILINE), done
 
 
@@ -345,9 +339,7 @@ time.sleep(6000)
 """
 
 
-@pytest.mark.parametrize(
-    "why", ["failed first: RuntimeError: a bug", "mpirun was killed by SIGKILL"]
-)
+@pytest.mark.parametrize("why", ["failed first: RuntimeError: a bug", "mpirun was killed by SIGKILL"])
 def test_a_grid_engine_job_that_fails(engine, qsub, why):
     """In a job of Grid Engine, a rank that fails or an mpirun that is killed ends the ranks on all hosts."""
     kills = (engine.script(KILLS_MPIRUN),)
@@ -374,9 +366,7 @@ def test_qdel(engine, without_sshd):
 def test_an_environment_that_starts_nothing_elsewhere(qsub):
     """If a parallel environment cannot start programs on other hosts, the error shows the way over ssh."""
     line = one_line(qsub(program("identity.py"), pe="loose 3"), "failed")
-    assert re.fullmatch(
-        error("where ssh is allowed", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line
-    )
+    assert re.fullmatch(error("where ssh is allowed", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
 
 
 # --- LSF and PBS: stand-ins of their own remote programs, and no ssh ---
@@ -529,8 +519,7 @@ WITHOUT_LOCALS = "env -u MPI_LOCALRANKID -u MPI_LOCALNRANKS"
 OPEN_MPIS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 VARIABLES = {
     "hydra": WITHOUT_LOCALS,
-    "flux": "FLUX_TASK_RANK=$PMI_RANK FLUX_JOB_SIZE=$PMI_SIZE "
-    f"FLUX_TASK_LOCAL_ID=$MPI_LOCALRANKID {WITHOUT_LOCALS}",
+    "flux": f"FLUX_TASK_RANK=$PMI_RANK FLUX_JOB_SIZE=$PMI_SIZE FLUX_TASK_LOCAL_ID=$MPI_LOCALRANKID {WITHOUT_LOCALS}",
     "pals": f"PALS_RANKID=$PMI_RANK PALS_LOCAL_RANKID=$MPI_LOCALRANKID {WITHOUT_LOCALS}",
     # IBM's Spectrum MPI is an Open MPI.
     "jsrun": " ".join(f"JSM_NAMESPACE_{name}=$OMPI_COMM_WORLD_{name}" for name in OPEN_MPIS)

@@ -54,9 +54,7 @@ def said(folder: Path, way: str) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
-def same(
-    here: Here, folders: dict[str, Path], text: str, *job: str, name: str = "train.py"
-) -> list[dict[str, Any]]:
+def same(here: Here, folders: dict[str, Path], text: str, *job: str, name: str = "train.py") -> list[dict[str, Any]]:
     """What every rank says of this script under every way, which is the same."""
     found = {}
     for way, folder in folders.items():
@@ -117,9 +115,7 @@ def test_signals(here, folders, number, options, lines):
         done = job.wait()
         assert done.code != 0 or way == "python"
         is_interrupt = number == signal.SIGINT
-        assert way == "torchrun" or done.stderr.count("Traceback (most") == is_interrupt, (
-            done.stderr
-        )
+        assert way == "torchrun" or done.stderr.count("Traceback (most") == is_interrupt, done.stderr
         logs = [(folder / f"log{rank}").read_text().splitlines() for rank in ranks_of(way)]
         assert logs == [lines] * len(logs), way
 
@@ -220,9 +216,7 @@ def test_what_mpiddp_starts_beside_such_files(here):
     here.run(mpiddp, "bench", "allreduce", *here.where(2), "--max-size=1K").assert_ok()
     train = ("--use-syn", "--dataset=cifar10", "--arch=resnet20", "--batch-size=2")
     options = ("--epochs=1", "--steps-per-epoch=1", "--out=out")
-    here.run(
-        mpiddp, "launch", *here.where(1), "-m", "mpiddp", "train", *train, *options
-    ).assert_ok()
+    here.run(mpiddp, "launch", *here.where(1), "-m", "mpiddp", "train", *train, *options).assert_ok()
 
 
 # --- streams ---

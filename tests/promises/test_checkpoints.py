@@ -339,9 +339,7 @@ def test_last_save_is_waited_for(here, how):
     assert steps_kept(here.folder / "run") == [2]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "how"), [("launch", "full twice"), ("launch", "full stop"), ("torchrun", "full")]
-)
+@pytest.mark.parametrize(("launcher", "how"), [("launch", "full twice"), ("launch", "full stop"), ("torchrun", "full")])
 def test_lost_last_save_is_a_failure(here, launcher, how):
     """A job whose last save fails does not exit with 0, and its older checkpoint is kept. With
     on_save_error="stop", all ranks end with exit code 1 at the save after the one that has failed.
@@ -745,9 +743,7 @@ def test_hsdp_resumes_bit_for_bit(hosts):
     assert resumed_step(done) == 4
     expected = contents(whole, 6)
     assert unequal(contents(resumed, 6), expected) == []
-    parts = [
-        expected[f"shard_{rank:05d}"] for rank in range(2)
-    ]  # ranks 2 and 3 have the same shards
+    parts = [expected[f"shard_{rank:05d}"] for rank in range(2)]  # ranks 2 and 3 have the same shards
     saved = sum(each.numel() for part in parts for each in part.values())
     assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
 
@@ -896,9 +892,7 @@ def test_a_bucket_is_one_more_copy(tmp_path, monkeypatch, capsys):
     assert steps_kept(local) == [6, 7]
     shutil.rmtree(store)
     with mpiddp.Checkpoints(address, every=None, keep=2) as checkpoints:
-        assert (
-            checkpoints.resume().step == 7
-        )  # it makes no step, and its end brings the bucket up to date
+        assert checkpoints.resume().step == 7  # it makes no step, and its end brings the bucket up to date
     assert in_bucket() == [6, 7]
     assert main(["checkpoints", "list", address]) == 0
     assert capsys.readouterr().out.count("whole") == 2

@@ -100,9 +100,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "where"), [("kill", "thread"), ("exit", "thread"), ("exit", "atexit")]
-)
+@pytest.mark.parametrize(("how", "where"), [("kill", "thread"), ("exit", "thread"), ("exit", "atexit")])
 def test_the_end_after_the_main_part(here, how, where):
     """A job fails if a rank fails after its main part, in a thread or in an atexit handler."""
     job = (here.script(ENDS_LATE), how, where)
@@ -287,9 +285,7 @@ def test_a_rank_that_leaves_the_others(place, restarts, who, how, named):
     program = ["--", sys.executable, script] if how == "command" else [script]
     options = (*place.where(2), "--max-restarts", str(restarts))
     done = place.run("launch", *options, *program, who, how).assert_code(1)
-    assert len([line for line in done.said if re.fullmatch(named, line)]) == 1 + restarts, (
-        done.stderr
-    )
+    assert len([line for line in done.said if re.fullmatch(named, line)]) == 1 + restarts, done.stderr
 
 
 @pytest.mark.parametrize(("who", "how"), [("0", "os._exit"), ("1", "os._exit, then an error")])
@@ -327,9 +323,7 @@ def test_later_groups(here):
 # --- hosts and programs of the MPI ---
 
 
-@pytest.mark.parametrize(
-    ("mpi", "script"), [("openmpi5", "one_fails.py"), ("mpich", "alone.py")], indirect=["mpi"]
-)
+@pytest.mark.parametrize(("mpi", "script"), [("openmpi5", "one_fails.py"), ("mpich", "alone.py")], indirect=["mpi"])
 def test_a_cut_link(hosts, mpi, script):
     """A host whose network link is cut is named as lost, and the ranks on it end as well."""
     where = ("--lost-after", "10s", *hosts.where(3))
@@ -372,9 +366,7 @@ def test_a_firewall(hosts, host, verdict_of_it):
     """A firewall that passes only ssh is named within 20 s, with both hosts and the port. Nothing starts."""
     mark = hosts.folder.name  # in the file with the variables of this job, of all in /tmp
     with faults.firewall(hosts[host], verdict_of_it), within(20):
-        done = hosts.run(
-            "launch", *hosts.where(3), program("alone.py"), "never", env={"MARK": mark}
-        )
+        done = hosts.run("launch", *hosts.where(3), program("alone.py"), "never", env={"MARK": mark})
     assert (done.code, done.stdout) == (1, "")
     address = re.escape(hosts[host].address)
     why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
@@ -393,9 +385,7 @@ def test_without_a_host_behind_a_firewall(hosts, instead):
     assert [rank["host"] for rank in done.records] == ["node0", "node2"]
     (sentence,) = done.said if instead[0] == "--min-hosts" else done.said[1:]
     address = re.escape(hosts["node1"].address)
-    assert re.match(
-        rf"leaving out a host: .*node1 \({address} tcp/\d+\).*: no answer in 3 s", sentence
-    )
+    assert re.match(rf"leaving out a host: .*node1 \({address} tcp/\d+\).*: no answer in 3 s", sentence)
 
 
 def test_a_host_that_is_lost_in_the_preflight(hosts):
@@ -442,9 +432,7 @@ def test_an_outage_of_the_launcher(hosts):
     options = ("--lost-after", "5s", "-H", "node1:1,node2:1")
     job = hosts.start("launch", *options, hosts.script(STEPS), hosts.folder).until("step 9 ")
     with faults.unreachable(hosts["node0"]):
-        job.until(
-            "no host of the job has answered for 5 s, so the network of this one may be down."
-        )
+        job.until("no host of the job has answered for 5 s, so the network of this one may be down.")
         time.sleep(8)
     check_steps(hosts, job, said=1)
 
@@ -507,9 +495,7 @@ def test_a_killed_part_of_the_launcher(hosts, mpi, part):
             job.signal(signal.SIGKILL)
         else:
             programs = {Path(row.command.partition(" ")[0]).name: row for row in hosts.processes()}
-            hosts.kill(
-                programs[PROGRAMS[mpi][part]]
-            )  # the last of this name, on node1 if it has one
+            hosts.kill(programs[PROGRAMS[mpi][part]])  # the last of this name, on node1 if it has one
         done = job.wait().assert_code(-signal.SIGKILL if part == "launcher" else 1)
         eventually(lambda: not hosts.processes())
     # The ranks of a killed daemon end with it, and are named, for none of them said anything.
@@ -608,9 +594,7 @@ if os.environ["RANK"] == "0":
 def test_an_error_after_the_end_of_the_others(here):
     """A rank that has finished is not blamed for the error of another one, whatever words this has."""
     done = here.run("launch", *here.where(2), here.script(UPLOADS)).assert_code(1)
-    assert verdict(done).startswith(f"rank 0 on {here.hosts[0]} failed first: ConnectionError: "), (
-        done.stderr
-    )
+    assert verdict(done).startswith(f"rank 0 on {here.hosts[0]} failed first: ConnectionError: "), done.stderr
 
 
 SURVIVES = """
@@ -898,8 +882,6 @@ def test_ranks_without_any_launcher(here, end, code):
         first, second = (job.wait() for job in jobs)
     assert (first.code, second.code) == (min(code, 1), code), (first, second)
     assert (first.stdout, second.stdout) == ("2\n", "2\n")
-    lost = "mpiddp: rank 0 on {0}: lost the connection to rank 1 on {0}; exiting.\n".format(
-        *here.hosts
-    )
+    lost = "mpiddp: rank 0 on {0}: lost the connection to rank 1 on {0}; exiting.\n".format(*here.hosts)
     assert first.stderr == (lost if code else "")
     assert second.stderr == ""  # its parent sees the code

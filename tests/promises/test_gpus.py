@@ -183,9 +183,7 @@ print("the end", flush=True)
 
 
 # Not by exec: its child has its pipe.
-@pytest.mark.parametrize(
-    "then", ["sleep 1", "trap '' TERM\nsleep 6000\necho"], ids=["it ends", "it hangs"]
-)
+@pytest.mark.parametrize("then", ["sleep 1", "trap '' TERM\nsleep 6000\necho"], ids=["it ends", "it hangs"])
 def test_a_reading_while_the_script_ends(here, tmp_path, then):
     """A reading of the GPUs that is under way when the script ends is no process that the script has left.
 

@@ -69,11 +69,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Mode and bytes of every file but those of mpiddp and rsync, and those that no push takes along."""
     private = re.compile(r"(^|/)\.(mpiddp|~tmp~)|^(runs|\.git)/|/__pycache__/")
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {
-        name: (path.lstat().st_mode, path.read_bytes())
-        for name, path in paths.items()
-        if not private.search(name)
-    }
+    return {name: (path.lstat().st_mode, path.read_bytes()) for name, path in paths.items() if not private.search(name)}
 
 
 def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
@@ -178,9 +174,7 @@ SLEEP = "echo begun; (trap '' TERM; exec sleep 1000) & sleep 1000; wait"
 @pytest.mark.parametrize("stream", [1, 2])
 def test_run_ends_no_command_for_what_it_prints(hosts, stream):
     """A command may print any amount on stdout and on stderr. `mpiddp hosts run` ends it for neither."""
-    lines = (
-        f"head -c 40000000 /dev/zero | tr '\\0' x | fold -w 9999 >&{stream}; echo; echo finished"
-    )
+    lines = f"head -c 40000000 /dev/zero | tr '\\0' x | fold -w 9999 >&{stream}; echo; echo finished"
     done = hosts.run("hosts", "run", "-H", "node0,node1", "--", "sh", "-c", lines).assert_ok()
     hosts_done = re.findall(r"^(\S+): finished$", done.stdout, re.M)
     assert hosts_done in (["node[0-1]"], ["node0", "node1"], ["node1", "node0"])
@@ -229,9 +223,7 @@ def test_push_makes_a_folder_the_same(hosts, file, project):
     write(project, {"src/deep/new": "new"})
     sent = links.sent_bytes(hosts["node0"])
     done = hosts.run("hosts", "push", file, project).assert_ok()
-    assert re.fullmatch(
-        rf"pushing {re.escape(str(project))} \(\d+ files, [\d.]+ .?B\)", done.said[0]
-    )
+    assert re.fullmatch(rf"pushing {re.escape(str(project))} \(\d+ files, [\d.]+ .?B\)", done.said[0])
     assert links.sent_bytes(hosts["node0"]) - sent < 10_000_000
     for path in there:
         kept = {name: text for name, text in theirs.items() if (path / name).read_text() == text}

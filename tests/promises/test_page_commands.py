@@ -56,12 +56,8 @@ def test_the_first_jobs_on_any_machine(tmp_path):
 def test_a_logged_job_ends_with_the_exit_code_of_the_job(tmp_path):
     """The commands of the pages that write a log by `tee` end with the exit code of the job."""
     path = tool(tmp_path / "tools", "mpiddp", "echo the job has said; exit 75")
-    texts = [
-        "\n".join([*map(attrgetter("text"), blocks(page)), prose(page)]) for page in USER_PAGES
-    ]
-    logged = [
-        line for text in texts for line in re.findall(r"mpiddp launch[^\n`#]*\| tee[^\n`#]*", text)
-    ]
+    texts = ["\n".join([*map(attrgetter("text"), blocks(page)), prose(page)]) for page in USER_PAGES]
+    logged = [line for text in texts for line in re.findall(r"mpiddp launch[^\n`#]*\| tee[^\n`#]*", text)]
     assert logged
     for text in texts:
         assert not re.search(r"\| tee", text) or "set -o pipefail" in text
@@ -81,9 +77,7 @@ def compare(text: str, folder: Path, tools: str = "") -> None:
     """Run the commands of a block in one shell, and compare what each prints. `tools` comes first on PATH."""
     shown = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
     pairs = [first_command(text) for text in shown]
-    script = "".join(
-        f"echo {shlex.quote(MARK)}\n(exit $code)\n{command}\ncode=$?\n" for command, _ in pairs
-    )
+    script = "".join(f"echo {shlex.quote(MARK)}\n(exit $code)\n{command}\ncode=$?\n" for command, _ in pairs)
     env = {name: value for name, value in clean_env().items() if name not in ALL_OUTPUT}
     env["PATH"] = f"{Path(sys.executable).parent}:{tools or env['PATH']}"
     done = subprocess.run(
@@ -215,9 +209,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks", "line"), [(SPAWNS, 1, "sum 2"), (RANK_0_SAVES, 2, "saved 1")]
-)
+@pytest.mark.parametrize(("script", "ranks", "line"), [(SPAWNS, 1, "sum 2"), (RANK_0_SAVES, 2, "saved 1")])
 def test_what_my_script_may_keep(here: Here, script, ranks, line):
     """What docs/my-script.md says to leave as it is runs: mp.spawn on one rank, torch.save on rank 0."""
     done = here.run("launch", "-H", f"localhost:{ranks}", here.script(script)).assert_ok()

@@ -150,9 +150,7 @@ def test_spawn_restarts_saves_and_stops(here):
     assert first == second > 5
 
 
-@pytest.mark.parametrize(
-    ("place", "number"), [("here", signal.SIGINT), ("hosts", signal.SIGKILL)], indirect=["place"]
-)
+@pytest.mark.parametrize(("place", "number"), [("here", signal.SIGINT), ("hosts", signal.SIGKILL)], indirect=["place"])
 def test_end_of_the_caller(place, number):
     """If the process that called mpiddp.spawn ends, its job ends on every host."""
     job = place.start(*spawns(place, "sleeps")).until("ready", 2)
@@ -308,9 +306,7 @@ def test_mesh_on_unequal_hosts(hosts):
     assert groups(done.stdout, "tp") == [[0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sizes"), [(1, "dp=3 tp=1"), (2, "tp=10+rank"), (1, "device_type='gpu0'")]
-)
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, "dp=3 tp=1"), (2, "tp=10+rank"), (1, "device_type='gpu0'")])
 def test_mesh_that_does_not_fit(here, ranks, sizes):
     """A mesh that does not fit, or that differs between ranks, is refused in one line."""
     job = ("launch", *here.where(ranks), here.script(GROUPS), "init", *sizes.split())

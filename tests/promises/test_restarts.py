@@ -69,9 +69,7 @@ def test_no_time_for_a_restart(here):
     done = here.run("launch", *job, env=env).assert_code(1)
     why, verdict = done.said
     assert why == "the job is not restarted, because the time limit of Slurm is near."
-    assert verdict.startswith(
-        f"rank 0 on {here.hosts[0]} failed first: ValueError: the batch is empty"
-    )
+    assert verdict.startswith(f"rank 0 on {here.hosts[0]} failed first: ValueError: the batch is empty")
     assert json.loads((here.folder / "r").read_text())["error"] == verdict
 
 
@@ -374,9 +372,7 @@ class Step(NamedTuple):
 class Elastic:
     """A job of elastic.py, or of COUNTS, on the hosts of its own hostfile, whose ranks make steps."""
 
-    def __init__(
-        self, hosts: Hosts, names: list[str], ranks: int, *options: str, script: str = ""
-    ) -> None:
+    def __init__(self, hosts: Hosts, names: list[str], ranks: int, *options: str, script: str = "") -> None:
         self.folder = hosts.folder
         self.list(*names)
         where = ("--hostfile", str(self.folder / "hosts.txt"), "--lost-after", "10s", *options)

@@ -239,9 +239,7 @@ def test_a_slow_login(hosts):
             assert "slow: --login-timeout 2s" in done.stderr
             assert done.code > 0
     # Without a sign of the host: it looks up the key.
-    looks_up = (
-        "test -e /run/asked || { touch /run/asked; sleep 14; }; cat /root/.ssh/authorized_keys"
-    )
+    looks_up = "test -e /run/asked || { touch /run/asked; sleep 14; }; cat /root/.ssh/authorized_keys"
     executable(hosts["node1"].path("/run/keys"), looks_up)
     settings = "AuthorizedKeysFile none\nAuthorizedKeysCommand /run/keys\n"
     with sshd_with(hosts["node1"], f"{settings}AuthorizedKeysCommandUser root\n"):

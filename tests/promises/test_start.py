@@ -108,9 +108,7 @@ def test_a_rank_that_ends_alone(here):
     for given, code, why in (("75", 75, ""), ("2", 2, ""), ("'no data\\nin x'", 1, ": no data")):
         done = here.run("launch", *here.where(2), script, given)
         named = f"rank 1 on {here.hosts[0]} ended first, with exit code {code}{why}."
-        assert (done.code, f"{named} The other ranks were stopped." in done.said) == (code, True), (
-            done.stderr
-        )
+        assert (done.code, f"{named} The other ranks were stopped." in done.said) == (code, True), done.stderr
 
 
 def test_what_python_runs(here):
@@ -534,9 +532,7 @@ def test_packages_of_pythonpath(hosts):
     assert " the same on every host: mpi4py " in doctor.stdout
 
 
-@pytest.mark.parametrize(
-    "fault", ["script", "port", "address", "library", "MPICH", "Intel MPI", "launcher"]
-)
+@pytest.mark.parametrize("fault", ["script", "port", "address", "library", "MPICH", "Intel MPI", "launcher"])
 def test_a_refusal_is_printed_once(here, fault):
     """All ranks refuse bad input together, also under a plain mpirun: exit code 2, and one error line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -60,9 +60,7 @@ def test_the_same_step(here, mpi):
     assert (len(saved), len(set(saved))) == (3, 1), done.stdout
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_every_signal(here, number):
     """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop. If the script heeds
     them, a line has the command that resumes the job, but for values of `-x`, which are never printed.
@@ -100,9 +98,7 @@ def test_one_request_by_several_signals(here, numbers):
     job = ready(here, STOPS, "3")
     for number in numbers:
         job.signal(number)
-        eventually(
-            lambda number=number: not is_pending(job.pid, number), poll_s=0
-        )  # or two are one
+        eventually(lambda number=number: not is_pending(job.pid, number), poll_s=0)  # or two are one
         if number != numbers[-1]:
             job.until("saving", times=2)
     done = job.wait()
@@ -222,8 +218,7 @@ def test_sigusr1_without_should_stop(here, forms_a_group):
 
 
 NOT_ASKED = (
-    "interrupted: the job was stopped. Its script had not called mpiddp.should_stop(), "
-    "so it was not asked to save."
+    "interrupted: the job was stopped. Its script had not called mpiddp.should_stop(), so it was not asked to save."
 )
 HANGS = """
 import signal, threading
@@ -236,9 +231,7 @@ threading.Event().wait()
 def test_ctrl_c_on_a_script_that_hangs(here):
     """Ctrl-C says at once how long a script that does not react has, and what kills it."""
     job = ready(here, here.script(HANGS), options=("--grace", "600"))
-    asked = (
-        "SIGINT: the ranks have 600 s to end (--grace); the same signal again kills them at once."
-    )
+    asked = "SIGINT: the ranks have 600 s to end (--grace); the same signal again kills them at once."
     job.signal(signal.SIGINT).until(f"mpiddp: {asked}\n")
     time.sleep(CTRL_C_AGAIN_S)  # sooner, it would count as the same
     job.signal(signal.SIGINT).wait().assert_code(130)

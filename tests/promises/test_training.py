@@ -654,10 +654,7 @@ def whole_model(run: Path) -> dict[str, torch.Tensor]:
     saved = mpiddp.load(run)
     assert saved.step == 4
     model = saved.state["model"].items()
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model
-    }
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model}
 
 
 EACH = """

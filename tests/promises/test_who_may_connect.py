@@ -185,9 +185,7 @@ for source in agents:
     wire.send(head[:14] + bytes(ip) + segment[:16] + struct.pack("!H", check) + segment[18:])
 print("forged", len(agents), flush=True)
 """
-FORGED = (
-    '{"type": "failed", "code": 1, "error": "I was forged", "traceback": "", "is_verdict": true}\n'
-)
+FORGED = '{"type": "failed", "code": 1, "error": "I was forged", "traceback": "", "is_verdict": true}\n'
 
 
 def test_somebody_who_reads_the_traffic(hosts):
@@ -195,9 +193,7 @@ def test_somebody_who_reads_the_traffic(hosts):
     node1 = hosts["node1"]
     command = ["nsenter", f"--target={node1.hub_pid}", "--net", sys.executable, "-c", FORGER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(
-        [*command, node1.port, hosts["node0"].port, node1.address], **pipes
-    ) as forger:
+    with subprocess.Popen([*command, node1.port, hosts["node0"].port, node1.address], **pipes) as forger:
         assert forger.stdout.readline() == "listens\n"
         job = started(hosts, *hosts.where(2))
         out, _ = forger.communicate(FORGED)

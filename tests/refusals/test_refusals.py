@@ -112,9 +112,7 @@ EXPECTED = by_title(FILE.read_text())
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     """The sections now, from a process that has imported little else."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return by_title(done.stdout)
 

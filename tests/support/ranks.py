@@ -56,13 +56,9 @@ def mpirun_command(ranks: int, *python_args: str) -> list[str]:
     return [*command, "-np", str(ranks), sys.executable, *python_args]
 
 
-def run_command(
-    command: Sequence[str], cwd: Path = ROOT, **extra: str
-) -> subprocess.CompletedProcess[str]:
+def run_command(command: Sequence[str], cwd: Path = ROOT, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run a command with the variables `extra`, and capture its output."""
-    return subprocess.run(
-        command, env=clean_env(extra), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    return subprocess.run(command, env=clean_env(extra), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def script(folder: Path, text: str) -> str:

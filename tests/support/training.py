@@ -31,9 +31,7 @@ def images(number: int, **options: Any) -> DeviceImages:
     return DeviceImages(pixels, labels, CPU, mean=HALF, std=HALF, **options)
 
 
-def training_of(
-    config: Config, train: DeviceImages, test: DeviceImages | None = None, kind: Any = Trainer
-) -> Trainer:
+def training_of(config: Config, train: DeviceImages, test: DeviceImages | None = None, kind: Any = Trainer) -> Trainer:
     """A fresh training on these images. It needs a process group."""
     trainer: Trainer = kind(config, Data("", 10, 32, train, test), mpiddp.World.from_env(), Path())
     return trainer
@@ -107,9 +105,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def losses(run: Path) -> dict[int, float]:
     """The training loss of each recorded step."""
-    return {
-        record["step"]: record["train_loss"] for record in records(run) if "train_loss" in record
-    }
+    return {record["step"]: record["train_loss"] for record in records(run) if "train_loss" in record}
 
 
 def summary(run: Path) -> dict[str, Any]:

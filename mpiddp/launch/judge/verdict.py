@@ -39,9 +39,7 @@ _FORGED = "without its proof: somebody on the network writes into it"
 _CHECK = "mpiddp doctor, which checks the hosts"
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
-_OF_THE_HOST = frozenset(
-    ["cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed"]
-)
+_OF_THE_HOST = frozenset(["cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed"])
 
 # Rows whose cause is another rank, which has not entered the collective or has called a different one.
 _OF_COLLECTIVES = frozenset(["gloo-timeout", "nccl-timeout", "torch-collectives-differ"])

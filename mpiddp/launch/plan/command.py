@@ -119,8 +119,7 @@ class Command:
         for path, text in self.files.items():
             lines += [f"cat > {shlex.quote(path)} <<'END'", f"{text}END"]
         assignments = [
-            f"{name}={LEFT_OUT if name in hidden else shlex.quote(value)}"
-            for name, value in self.settings.items()
+            f"{name}={LEFT_OUT if name in hidden else shlex.quote(value)}" for name, value in self.settings.items()
         ]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # Several flags in a row often share a reason: print it once, below the last of them.

@@ -52,9 +52,7 @@ def refuse_misplaced(
         )
 
 
-def split(
-    arguments: Sequence[str], options: Mapping[str, argparse.Action]
-) -> tuple[list[str], list[str]]:
+def split(arguments: Sequence[str], options: Mapping[str, argparse.Action]) -> tuple[list[str], list[str]]:
     """The arguments that are `options`, with their values; and all others. From "--" on, all are others."""
     taken, others, rest = list[str](), list[str](), iter(arguments)
     for word in rest:

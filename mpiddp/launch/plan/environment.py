@@ -52,8 +52,7 @@ def forwarded(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if (_OF_A_JOB.match(name) or not any(place.match(name) for place in places))
-        and not is_of_one_host(name, value)
+        if (_OF_A_JOB.match(name) or not any(place.match(name) for place in places)) and not is_of_one_host(name, value)
     }
 
 
@@ -75,27 +74,21 @@ def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
     """
     needed = [_OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else _of_schedulers(env))]
     return {
-        name: value
-        for name, value in env.items()
-        if name in _TO_START or any(place.match(name) for place in needed)
+        name: value for name, value in env.items() if name in _TO_START or any(place.match(name) for place in needed)
     }
 
 
 # --- the variables that the user names ---
 
 
-def parse_exports(
-    exports: Sequence[str], env: Mapping[str, str]
-) -> tuple[dict[str, str], set[str]]:
+def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
     """The variables of `-x VAR`, with their values in `env`, and of `-x VAR=VALUE`; names of `-x VAR-`."""
     variables, kept_home = dict[str, str](), set[str]()
     for export in exports:
         name, has_value, value = export.partition("=")
         if not _NAME.fullmatch(name if has_value else name.removesuffix("-")):
             shown = f"{name}={LEFT_OUT}" if has_value else name
-            raise UserError(
-                f'-x {shown}: "{name}" is not a valid variable name.', fix="for example: -x DEBUG=1"
-            )
+            raise UserError(f'-x {shown}: "{name}" is not a valid variable name.', fix="for example: -x DEBUG=1")
         if not has_value and name.endswith("-"):
             variables.pop(name[:-1], None)  # an earlier option may set it
             kept_home.add(name[:-1])
@@ -125,9 +118,7 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
             continue
         name, has_value, value = text.removeprefix("export ").partition("=")
         if not _NAME.fullmatch(name) or "\ufffd" in value:
-            raise UserError(
-                f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment."
-            )
+            raise UserError(f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment.")
         if not has_value and name not in env:
             raise UserError(f"{source}:{number}: {name} is not set here.", fix=f"{name}=VALUE")
         if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
@@ -142,8 +133,7 @@ def _checked(where: str, name: str, value: str) -> str:
     size = len(os.fsencode(f"{name}={value}"))
     if size > _LONGEST:
         raise UserError(
-            f"{where}: {name} and its value have {size:,} bytes, and Linux passes at most {_LONGEST:,} to a "
-            "program.",
+            f"{where}: {name} and its value have {size:,} bytes, and Linux passes at most {_LONGEST:,} to a program.",
             fix="write the value into a file, and pass the path of the file",
         )
     return value
@@ -154,9 +144,7 @@ def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str
     words = [*arguments]
     for export in (export for export in exports if "=" in export):
         safe = f"{export.partition('=')[0]}={LEFT_OUT}"
-        words = [
-            word.removesuffix(export) + safe if word.endswith(export) else word for word in words
-        ]
+        words = [word.removesuffix(export) + safe if word.endswith(export) else word for word in words]
     return words
 
 

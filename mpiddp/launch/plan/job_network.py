@@ -64,9 +64,7 @@ def find_network(
             is_of_family = (":" in there.address) == (":" in address)
             if is_of_family and any(map(there.matches, networks)):
                 addresses.setdefault(name, there.address)
-    return request._replace(
-        interface=interface, networks=networks, control_address=address, addresses=addresses
-    )
+    return request._replace(interface=interface, networks=networks, control_address=address, addresses=addresses)
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:

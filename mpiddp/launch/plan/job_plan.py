@@ -117,9 +117,7 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
 
 
-def _plan(
-    options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked
-) -> Plan:
+def _plan(options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked) -> Plan:
     wanted, least = _wanted_hosts(past, options.spares, options.min_hosts)
     chosen = choose(past, checked, wanted, least)
     placed = place(chosen, checked.gpus, starter, options, env, past, wanted)

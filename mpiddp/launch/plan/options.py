@@ -48,9 +48,7 @@ def _mpi_args(text: str) -> str:
     first = "".join(shell_words(text)[:1])
     if first.startswith("-") or not first:
         return text
-    raise argparse.ArgumentTypeError(
-        f'"{shown(first)}" is not an option, and mpirun would start it as a program'
-    )
+    raise argparse.ArgumentTypeError(f'"{shown(first)}" is not an option, and mpirun would start it as a program')
 
 
 # The parser of an option's value, by the name of that value in the help. All other values are texts.
@@ -231,9 +229,7 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             default = os.environ.get(_DEFAULTS[name]) or default
         flags = [flag.strip("()") for flag in spellings]
         flags += [f"--{flag[2:].replace('-', '_')}" for flag in flags if flag.startswith("--")]
-        action = group.add_argument(
-            *flags, dest=name, default=default, help=option_field.metadata["help"], **more
-        )
+        action = group.add_argument(*flags, dest=name, default=default, help=option_field.metadata["help"], **more)
         # argparse would list the spellings of other launchers in the help.
         action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
         actions.append(action)
@@ -253,9 +249,7 @@ def option_parser() -> argparse.ArgumentParser:
     parser.elsewhere = dict(row.split("  ", 1) for row in rows)
     add_help(parser)
     add_options(parser)
-    parser.add_argument(
-        "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
-    )
+    parser.add_argument("--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN)
     parser.add_argument("--nnodes", help=_HIDDEN)
     for flag in _OF_ONE_HOST:
         parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}", help=_HIDDEN)
@@ -320,9 +314,7 @@ _BY_HOSTFILE = (
     *("interface", "master_addr", "exclude", "exports", "wait_s", "login_s", "lost_s", "timeout_s"),
     *("stop_after_s", "grace_s", "failed_grace_s", "hang_timeout_s"),
 )
-_OF_A_NETWORK = re.compile(
-    r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII
-)
+_OF_A_NETWORK = re.compile(r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII)
 _OF_A_CLUSTER = (
     "a hostfile may only choose networks, time limits, hosts to leave out, and variables of NCCL, gloo and "
     "UCX without a path"

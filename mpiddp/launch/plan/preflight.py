@@ -100,9 +100,7 @@ def preflight(
     waits_until, waiting, announced = began_at + waits[0], [*hosts], list[Host]()
     while True:
         answers |= ask(waiting, transport=transport, logins=logins)
-        silent = [
-            host for host, answer in answers.items() if answer.why and not answer.has_failed_there
-        ]
+        silent = [host for host, answer in answers.items() if answer.why and not answer.has_failed_there]
         # To wait for another host key would be in vain, because only people change it.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
         left_s = waits_until - time.monotonic()
@@ -182,9 +180,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
         return with_fix(f"{name}: {path.removesuffix('/.')}: {error}.", way)
     if not info.has_folder:
         problem = f"the working folder {needs['folder']} is missing"
-        return with_fix(
-            f"{name}: {problem}.", f"{_PUSH}, or launch from a folder that every host has"
-        )
+        return with_fix(f"{name}: {problem}.", f"{_PUSH}, or launch from a folder that every host has")
     if needs["mpirun"] and (info.mpirun is None or not info.has_daemon):
         problem = f"{needs['daemon' if info.mpirun else 'mpirun']} is missing or does not run"
         return with_fix(f"{name}: {problem}.", f"install the same MPI {_EVERYWHERE}")

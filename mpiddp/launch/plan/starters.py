@@ -46,13 +46,9 @@ _AS_ROOT = "mpirun refuses to run as root without this flag"
 _NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
 _BTL = "shared memory and TCP are enough for these messages, and every host has them"
 _KEEPALIVE = "the daemons outlive an outage; the launcher itself decides who is lost (--lost-after)"
-_ANY_SHELL = (
-    "ssh with the settings of this job, and then your own; any login shell of a host will do"
-)
+_ANY_SHELL = "ssh with the settings of this job, and then your own; any login shell of a host will do"
 _NO_SHELL_ASSUMED = "the login shells of the hosts need not be the one of this host"
-_FAMILY = (
-    "one version of IP: Open MPI fails where one host has an IPv6 address, and another has none"
-)
+_FAMILY = "one version of IP: Open MPI fails where one host has an IPv6 address, and another has none"
 # With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
 _ALL_LOGINS = "this host makes all ssh logins; the other hosts need no ssh keys for each other"
@@ -61,8 +57,7 @@ _SESSIONS = (
     "the job's tasks ends there"
 )
 _FULL_NAMES = (
-    "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know "
-    "the short ones"
+    "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know the short ones"
 )
 _PARAMETER_OPTION = re.compile("--?(|g|o|prte|pmix)mca")
 # For each generation: its runtime, the option of the runtime's parameters, the component that starts daemons,
@@ -321,9 +316,7 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
     *names, last = dict.fromkeys(kind.name for kind in STARTERS if kind.library)
     first = shown(answer.strip().partition("\n")[0])
     prints = f'prints "{first}"' if first else f"prints nothing in {VERSION_S:g} s"
-    raise UserError(
-        f"{program} --version {prints}. Expected {', '.join(names)} or {last}.", fix="--mpirun PATH"
-    )
+    raise UserError(f"{program} --version {prints}. Expected {', '.join(names)} or {last}.", fix="--mpirun PATH")
 
 
 def _find_library(file: str, program: Path) -> Path | None:

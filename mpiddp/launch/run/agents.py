@@ -109,9 +109,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or options.job[0] == "--")
         where = folder / "control" if has_path else request.control_address
-        server = ControlServer(
-            listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s)
-        )
+        server = ControlServer(listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s))
         stack.callback(server.close)
         settings = {name: value for name, value in settings.items() if value} | server.settings
         variables, env = {**request.variables, **settings}, dict(request.env)
@@ -132,13 +130,9 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         stack.callback(mpirun.close)
         # The output of a detached job is kept without --log-dir, too.
         logs = launcher.logs if options.log_dir else None
-        output = JobOutput(
-            options, len(hosts), selector, mpirun.streams, logs, has_prefix=has_prefix
-        )
+        output = JobOutput(options, len(hosts), selector, mpirun.streams, logs, has_prefix=has_prefix)
         selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)
         opened, has_args = stack.pop_all(), bool(resume_args)
-        return Agents(
-            launcher, plan, server, mpirun, output, opened, has_args, others, job, private_name
-        )
+        return Agents(launcher, plan, server, mpirun, output, opened, has_args, others, job, private_name)

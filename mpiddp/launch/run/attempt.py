@@ -205,9 +205,7 @@ class Attempt:
 
     # --- the stacks of the scripts ---
 
-    def ask_for_stacks(
-        self, then: Callable[[], None], interrupts: Callable[[], bool] = lambda: False
-    ) -> None:
+    def ask_for_stacks(self, then: Callable[[], None], interrupts: Callable[[], bool] = lambda: False) -> None:
         """Ask all ranks for the stacks of their scripts, once for all watchers that want them now.
 
         `then` is called when all have answered, or the time is over. If `interrupts` returns True before,
@@ -274,9 +272,7 @@ class Attempt:
         self.note("grace")
         what = f"have {self.plan.options.grace_s:g} s to end (--grace)"
         what = "are saving and stopping" if record.latest["supports_stop"] else what
-        again = (
-            "" if number in (None, signal.SIGHUP) else "; the same signal again kills them at once"
-        )
+        again = "" if number in (None, signal.SIGHUP) else "; the same signal again kills them at once"
         self.output.log(f"{reason}: the ranks {what}{again}.")
 
     # --- ending the ranks, and then mpirun ---

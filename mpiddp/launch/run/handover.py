@@ -84,9 +84,7 @@ def hand_over(
         raise
 
 
-def _cut_off(
-    reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]
-) -> dict[str, str]:
+def _cut_off(reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, str]:
     """A sentence for each host that a firewall or a missing route keeps from the others, by its name."""
     address, _, port = wanted["launcher"].rpartition(":")
     here, sentences = socket.gethostname(), dict[str, str]()
@@ -108,9 +106,7 @@ def _cut_off(
     return sentences
 
 
-def sweep(
-    request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]
-) -> None:
+def sweep(request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]) -> None:
     """Kill the processes of `job` on these hosts at once, and remove the variables kept under this name.
 
     A killed daemon or mpirun may leave ranks behind that hang in a collective. The processes of the job have
@@ -123,8 +119,7 @@ def sweep(
     for host, answer in answers.items():
         if answer.why:
             log.info(
-                f"{host.name} cannot be reached, so no leftover process was killed there; "
-                "its ranks end by themselves."
+                f"{host.name} cannot be reached, so no leftover process was killed there; its ranks end by themselves."
             )
         elif answer.value:
             log.info(f"killed leftover processes of the job on {host.name}: {len(answer.value)}.")

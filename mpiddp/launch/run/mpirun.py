@@ -28,9 +28,7 @@ class MpirunProcess:
     system may send one to every process of a job while the ranks save.
     """
 
-    def __init__(
-        self, starter: Starter, command: Command, env: Mapping[str, str] = os.environ
-    ) -> None:
+    def __init__(self, starter: Starter, command: Command, env: Mapping[str, str] = os.environ) -> None:
         self.starter = starter
         self.was_ended = False  # by this launcher
         # This process may have replaced a shell by exec, whose children are not the job's.

@@ -42,9 +42,7 @@ PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hos
 _LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
 
 
-def _ask_in_thread(
-    ask: Callable[[], list[str]], every_s: float, record: Record, phase: Phase
-) -> list[str]:
+def _ask_in_thread(ask: Callable[[], list[str]], every_s: float, record: Record, phase: Phase) -> list[str]:
     """Ask in a thread during this phase, because files, names and logins to hosts may hang.
 
     The answers grow the list.
@@ -180,9 +178,7 @@ class SilentHosts(Watcher):
         if not heard - here and len({record.hosts[rank] for rank in silent} - here) > 1:
             patience_s = PATIENCE * lost_s
             what = f"no host of the job has answered for {lost_s:g} s, so the network of this one may be down"
-            self.output.log(
-                f"{what}. Waiting for up to {patience_s:g} s.", "no host", is_error=True
-            )
+            self.output.log(f"{what}. Waiting for up to {patience_s:g} s.", "no host", is_error=True)
             silent = {rank: silent_s for rank, silent_s in silent.items() if silent_s > patience_s}
         steps = ((rank, event.at) for rank, event in record.latest["progress"].items())
         times = [*steps, *record.called_at.items()] if any(record.called_at.values()) else []

@@ -81,9 +81,7 @@ def connect_to_server(
     )
 
 
-def _connect(
-    server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None
-) -> Member:
+def _connect(server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None) -> Member:
     """Prove that this process is of the job, and check that the server is."""
     with contextlib.ExitStack() as stack:
         host, _, port = server.address.rpartition(":")

@@ -83,9 +83,7 @@ class Coordinator:
         # The answers with their values, by the key of a gather or a claim, otherwise by their type.
         self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
 
-    def connect(
-        self, world: World, server: Server, role: str = RANK, answer_s: float | None = None
-    ) -> None:
+    def connect(self, world: World, server: Server, role: str = RANK, answer_s: float | None = None) -> None:
         """Connect as this rank of `world`, or as its script. Raises as `connect_to_server`."""
         from mpiddp.runtime.job.connection import connect_to_server
 
@@ -159,9 +157,7 @@ class Coordinator:
         self._round += 1
         return f"{name}/{self._round}"
 
-    def give(
-        self, key: str, value: Any, timeout_s: float | None = None, *, calls: bool = True
-    ) -> None:
+    def give(self, key: str, value: Any, timeout_s: float | None = None, *, calls: bool = True) -> None:
         """Give this rank's value, and do not wait, see `given`.
 
         With `calls`, the news "called" calls the others to it, and a lost rank gives None.
@@ -280,9 +276,7 @@ class Coordinator:
     def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.world.rank} has lost the connection to the other ranks.")
 
-    def listen(
-        self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None
-    ) -> None:
+    def listen(self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None) -> None:
         """Receive in a thread until the connection ends. `look` is called after all news."""
         if not self._listens:
             self.on_news, self._listens = on_news, True

@@ -94,6 +94,4 @@ def _serve_beside_agent(world: World, timeout_s: float) -> Server:
         address, key = store.get(name).decode().split()
         return Server(address, key)
     except RuntimeError:
-        raise JobFailed(
-            f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
-        ) from None
+        raise JobFailed(f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s.") from None

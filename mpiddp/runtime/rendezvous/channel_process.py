@@ -24,10 +24,7 @@ _FIRST_S = 120.0  # rank 0 connects in this time, unless it is killed before
 _LAST_S = 5.0  # the ranks end in this time once they have learned that rank 0 has ended
 
 # Without `site`, whose .pth files may cost more than this process.
-_CODE = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from mpiddp.runtime.rendezvous.channel_process import main; main()"
-)
+_CODE = "import sys; sys.path.append(sys.argv[1]); from mpiddp.runtime.rendezvous.channel_process import main; main()"
 
 
 def serve_beside(world: World, port: int = 0, key: str = "") -> tuple[str, str]:

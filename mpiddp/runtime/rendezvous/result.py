@@ -236,8 +236,7 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
 def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
     """Whether each name stands for one host, and none of them is the name of another host."""
     own_names = {
-        info.host: {info.hostname.partition(".")[0], *(nic.address for nic in info.interfaces)}
-        for info in infos
+        info.host: {info.hostname.partition(".")[0], *(nic.address for nic in info.interfaces)} for info in infos
     }
     pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})

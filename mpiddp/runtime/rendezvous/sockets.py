@@ -27,9 +27,7 @@ def port_in(env: Mapping[str, str]) -> int:
     try:
         return parse_whole(text, 0, 1 << 16)
     except ValueError:
-        raise UserError(
-            f'MASTER_PORT="{shown(text)}" is not a port. Expected 1 to 65535, or leave it unset.'
-        ) from None
+        raise UserError(f'MASTER_PORT="{shown(text)}" is not a port. Expected 1 to 65535, or leave it unset.') from None
 
 
 def resolve(name: str) -> str:
@@ -46,8 +44,7 @@ def resolve(name: str) -> str:
         if error.errno not in _WRONG_NAME:
             raise JobFailed(f"{sentence}: {error.strerror}.") from None
         raise UserError(
-            f"{sentence}. Add it to DNS or /etc/hosts, "
-            "or set MASTER_ADDR to an address of the host where rank 0 runs."
+            f"{sentence}. Add it to DNS or /etc/hosts, or set MASTER_ADDR to an address of the host where rank 0 runs."
         ) from None
     return str(address[0])
 

@@ -113,9 +113,7 @@ class StoreOfJob:
                 return
             if time.monotonic() > deadline:
                 waited = f"timed out after {timeout.total_seconds():g} s"
-                raise DistNetworkError(
-                    f"The client socket has {waited}: nobody serves {self.place}."
-                )
+                raise DistNetworkError(f"The client socket has {waited}: nobody serves {self.place}.")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_S)
 

@@ -75,9 +75,7 @@ def _digests(begin: Callable[[], Training], steps: int) -> Iterator[tuple[int, s
             yield step, name, int(digest(tensor))
 
 
-def _tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Iterator[tuple[str, Tensor]]:
     """What a step has computed, in that order."""
     yield "the loss", loss
     for name, buffer in model.named_buffers():

@@ -14,9 +14,7 @@ from mpiddp.hosts.interfaces import machine
 from mpiddp.runtime.torch.mesh_sizes import check_sizes, resolve
 
 
-def mesh(
-    *, tp_across_hosts: bool = False, device_type: str | None = None, **sizes: int
-) -> DeviceMesh:
+def mesh(*, tp_across_hosts: bool = False, device_type: str | None = None, **sizes: int) -> DeviceMesh:
     """The ranks of the job as a DeviceMesh, with tensor-parallel groups inside hosts.
 
     All ranks must call this with the same arguments, after `mpiddp.init()` or `init_process_group`.
@@ -42,8 +40,7 @@ def mesh(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "mpiddp.mesh needs a process group. Call mpiddp.init() or "
-            "torch.distributed.init_process_group before it."
+            "mpiddp.mesh needs a process group. Call mpiddp.init() or torch.distributed.init_process_group before it."
         )
     is_gloo, hostname = dist.get_backend() == "gloo", socket.gethostname()
     gpu = torch.accelerator.current_accelerator(check_available=True)

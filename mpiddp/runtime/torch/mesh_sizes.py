@@ -43,9 +43,7 @@ def check_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
     return checked
 
 
-def resolve(
-    requested: Mapping[str, int], hosts: Sequence[str], *, tp_across_hosts: bool = False
-) -> dict[str, int]:
+def resolve(requested: Mapping[str, int], hosts: Sequence[str], *, tp_across_hosts: bool = False) -> dict[str, int]:
     """The size of every dimension, slowest first. Their product is the number of ranks.
 
     The dimensions are those of `requested`. One of them may be -1: it takes the ranks that the others

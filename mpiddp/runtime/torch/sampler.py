@@ -163,9 +163,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         now = self.state_dict()
         for name in now.keys() - {"epoch", "step"}:
             if state[name] != now[name]:
-                raise ValueError(
-                    f"mpiddp.Sampler: the checkpoint has {name}={state[name]}, and this run {now[name]}."
-                )
+                raise ValueError(f"mpiddp.Sampler: the checkpoint has {name}={state[name]}, and this run {now[name]}.")
         self.epoch, self.step = state["epoch"], state["step"]
         if self.step == self.steps_per_epoch:
             self.set_epoch(self.epoch + 1)

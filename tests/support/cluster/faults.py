@@ -98,9 +98,7 @@ def _rule(host: Host, rule: str) -> AbstractContextManager[None]:
     return shelled(host, table, "nft delete table inet test")
 
 
-def mounted(
-    host: Host, path: Arg, *options: str, what: Arg = "tmpfs"
-) -> AbstractContextManager[None]:
+def mounted(host: Host, path: Arg, *options: str, what: Arg = "tmpfs") -> AbstractContextManager[None]:
     """A folder of the host is a file system in memory with these options, or a file or folder another one."""
     kind = ("-t", "tmpfs") if what == "tmpfs" else ("--bind",)
     mount = partial(host.run, ["mount", *kind, *options, what, path], check=True)

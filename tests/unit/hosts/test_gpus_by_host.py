@@ -188,9 +188,7 @@ def test_who_holds_memory(host):
     with subprocess.Popen(["sleep", "6000"]) as process:
         pid = process.pid
         _, (note,) = host(users=f"{SECOND}, {pid}, 1014\n{FIRST}, {pid}, 30")
-        assert re.fullmatch(
-            rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000\) holds 1\.1 GB\.", note
-        )
+        assert re.fullmatch(rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000\) holds 1\.1 GB\.", note)
         _, (note,) = host(users=f"{SECOND}, {pid}, [N/A]")
         assert note.endswith("holds some memory.")
         process.kill()

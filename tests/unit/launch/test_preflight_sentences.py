@@ -52,9 +52,7 @@ def test_the_problem_of_one_host():
     assert closed.startswith("a: /home/me/a.py: Permission denied.\n")
 
 
-SIGNING = (
-    'sign_and_send_pubkey: signing failed for ED25519-SK "k" from agent: agent refused operation'
-)
+SIGNING = 'sign_and_send_pubkey: signing failed for ED25519-SK "k" from agent: agent refused operation'
 PAM = "Access denied by pam_slurm_adopt: you have no active jobs on this node"
 UNKNOWN = "Could not resolve hostname b: Name or service not known"
 AT_22 = "ssh: connect to host a port 22: "

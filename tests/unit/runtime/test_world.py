@@ -18,9 +18,7 @@ def named(names: str, *values: str) -> Env:
 
 
 def mpi(prefix: str, *values: str) -> Env:
-    return named(
-        " ".join(f"{prefix}_{n}" for n in ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"]), *values
-    )
+    return named(" ".join(f"{prefix}_{n}" for n in ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"]), *values)
 
 
 TORCH = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "5", "8", "1", "4")
@@ -155,9 +153,7 @@ def test_which_rank_prints_that_its_variables_are_refused(env, ranks):
     assert likely_ranks(env) == ranks
 
 
-@pytest.mark.parametrize(
-    "launcher", [source for source in RANK_SOURCES if source.mpis], ids=lambda source: source.name
-)
+@pytest.mark.parametrize("launcher", [source for source in RANK_SOURCES if source.mpis], ids=lambda source: source.name)
 def test_no_variable_of_an_mpi_reaches_the_command(launcher):
     kept = {**TORCH, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
     of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
