@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mpiddp.text import FIX
 from tests.support import cluster as test_cluster
 from tests.support.allocations import MPIJOB
 from tests.support.cluster import USER, Cluster, Layout, faults, grid_engine, needs
@@ -42,10 +43,10 @@ def placed(done: Done) -> list[tuple[str, int, int]]:
 
 
 def one_line(done: Done, word: str) -> str:
-    """The line of a refused launch, which may stand among others of a job's output."""
+    """The error of a refused launch with its fix, which may stand among others of a job's output."""
     assert done.code == 2, done.stdout + done.stderr
-    (line,) = (line for line in done.said if word in line)
-    return line
+    (error_with_fix,) = re.findall(rf"^mpiddp: (.*{re.escape(word)}.*(?:\n{FIX}.*)?)", done.stderr, re.MULTILINE)
+    return error_with_fix
 
 
 # --- Slurm ---
@@ -424,8 +425,8 @@ def test_a_pbs_job_without_ssh(hosts):
     done = hosts.run(mpirun, *tmrsh, *where, *RUN, program("identity.py"), env=env)
     assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], (bin_ / "output").read_text()
     done = hosts.run("launch", program("identity.py"), env=env)
-    values = ("ssh node1: ", "ssh is not allowed here")
-    assert re.fullmatch(error("another command", *values), one_line(done, "ssh node1"))
+    values = ("ssh does not run here: ", "ssh is not allowed here")
+    assert re.fullmatch(error("ssh -V", *values), one_line(done, "ssh does not run"))
     assert done.stderr.endswith("start the ranks: mpirun python -m mpiddp run …\n")
 
 
