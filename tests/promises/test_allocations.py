@@ -315,7 +315,7 @@ def test_push_in_a_grid_engine_job(qsub):
     folder, mpiddp = Path("/run/project"), shlex.join(LAUNCH[:-1])
     first = f"mkdir {folder}; cd {folder}; head -c 3000000 /dev/urandom >random; exec 2>&1\n"
     first += f"{mpiddp} hosts push {folder}; {mpiddp} hosts run -- sha1sum {folder}/random"
-    done = qsub("--min-hosts=2", "--", "rm", "-r", str(folder), first=first, pe="spread 2").assert_ok()
+    done = qsub("--min-hosts=2", "--", "rm", "-rf", str(folder), first=first, pe="spread 5").assert_ok()
     assert re.search(r"^node\[0-1\]: \w+  /run/project/random$", done.stdout, re.MULTILINE), done
 
 
