@@ -99,9 +99,10 @@ FIGURES = {
 
 
 def caption(command: list[str]) -> str:
-    """The commit, the day, the processor and the command."""
+    """The commit, if there is one, the day, the processor and the command."""
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    head = [*git, "rev-parse", "--short", "--verify", "--quiet", "HEAD"]
+    commit = subprocess.run(head, stdout=subprocess.PIPE, text=True).stdout.strip() or "no commit"
     is_changed = subprocess.check_output([*git, "status", "--porcelain"], text=True) != ""
     models = [line for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if "model name" in line]
     cores = f"{len(os.sched_getaffinity(0))} cores of {models[0].partition(': ')[2]}" if models else "?"

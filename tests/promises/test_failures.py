@@ -664,16 +664,21 @@ def test_the_time_of_a_survivor(here, command):
 
 
 @pytest.mark.parametrize(
-    ("how", "grace", "saved"),
-    [("saving", "1", True), ("SIGTERM", "1", False), ("SIGTERM", "30", True)],
+    ("how", "grace", "seen"),
+    [
+        ("saving", "1", ["told", "saved"]),
+        ("SIGTERM", "1", ["told"]),
+        ("SIGTERM", "30", ["told", "saved", "ended"]),
+    ],
 )
-def test_the_save_of_a_survivor(here, how, grace, saved):
+def test_the_save_of_a_survivor(here, how, grace, seen):
     """A survivor's save in flight is awaited; its handler of SIGTERM has --failed-grace seconds."""
     script = here.script(SAVES_LATE)
     done = here.run("launch", *here.where(2), "--failed-grace", grace, script, how).assert_code(1)
     assert "rank 1 fails. The other ranks were stopped." in done.stderr
-    notes = [(here.folder / name).exists() for name in ("told", "saved", "ended")]
-    assert notes == [True, saved, saved]
+    # Without a handler, SIGTERM follows a save at once, and may come before the calls of atexit.
+    notes = [name for name in ("told", "saved", "ended") if (here.folder / name).exists()]
+    assert notes == seen or (how, notes) == ("saving", [*seen, "ended"])
     assert not here.processes()
 
 
