@@ -89,8 +89,11 @@ def test_a_rank_that_does_not_come_to_the_group(here, late):
     """If ranks wait in init_process_group for a minute, a line says where each is, and who has not come."""
     job = here.start("launch", *here.where(2), here.script(LATE, "late.py"), str(late))
     job.until("has not entered")
+    if late:  # a Ctrl-C that ends the hang does not hide it
+        *_, end = job.signal(signal.SIGINT).wait().assert_code(130).said
+        assert end.startswith("interrupted: the job hung, and was stopped: rank 1 on "), end
     (here.folder / "come").touch()
-    sentence = job.wait().assert_ok().said[0]
+    sentence = job.wait().assert_code(130 if late else 0).said[0]
     one, other = (f"rank {rank} on {here.hosts[0]}" for rank in (late, 1 - late))
     waited = rf"{one} has not entered init_process_group, for which rank {1 - late} has waited 6\d s"
     places = {

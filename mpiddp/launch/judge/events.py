@@ -38,7 +38,8 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     "asked": (),  # all ranks, for their stacks
     # A watcher has seen something, of which it has the facts. No judgement reads this.
     "noticed": ("by",),
-    "stop": ("by", "reason", "signal"),  # a stop is requested; `by` is a name of `Stop`
+    # A stop is requested; `by` is a name of `Stop`, and `hang` a sentence if the job hung at that moment.
+    "stop": ("by", "reason", "signal", "hang"),
     "kill": (),  # the user has requested a stop again, so the ranks do not save
     "grace": (),  # from now on, the ranks have limited time to stop
     # The launcher ends the ranks: a rank has failed, or for the reason `why`, or because the ranks that the

@@ -108,6 +108,8 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         host = "" if has_all else _only_host(record, record.missing)
         left = _left_early(record)
         return Outcome(FAILED, f"{left}{why}", host_at_fault=host, names_event=bool(left))
+    if is_requested and (hang := record.fact("stop", "hang")):
+        return Outcome(INTERRUPTED, f"interrupted: the job hung, and was stopped: {hang}")
     if is_requested and record.fact("end", "failed") and first and first.kind == "failed":
         # The rank failed while it saved and stopped: the request has not ended it.
         has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT

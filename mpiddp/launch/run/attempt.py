@@ -19,6 +19,7 @@ from mpiddp.errors import FAILED, fault
 from mpiddp.hosts.processes import end_all
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import ENDS, KINDS, OF_RANKS, Phase, Record, Stop
+from mpiddp.launch.judge.hangs import find_hang
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
 from mpiddp.launch.plan.job_plan import Plan
@@ -262,7 +263,9 @@ class Attempt:
             return
         sent = number or self.agents.launcher.signals.of_ctrl_c
         reason = reason or why_stop
-        self.note("stop", by=Stop.BY_USER.name, reason=reason, signal=sent)
+        hang = find_hang(record, self.output.copied_at)
+        sentence = hang.sentence.partition("\n")[0] if hang else ""
+        self.note("stop", by=Stop.BY_USER.name, reason=reason, signal=sent, hang=sentence)
         if record.phase >= Phase.ENDING:
             return
         if not self.server.connected:

@@ -153,3 +153,13 @@ def test_there_is_a_record_of_each_job():
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_what_is_said_of_a_record(path):
     assert replay(path) == path.with_suffix(".txt").read_text(encoding="utf-8")
+
+
+def test_a_stop_of_a_job_that_hangs_says_so():
+    """Whatever the ranks print once they are interrupted: gloo blames the rank that has closed its connection."""
+    hang = "rank 1 on b has not entered barrier no. 7, for which rank 0 has waited 61 s."
+    stop = Event("stop", facts={"by": "BY_USER", "reason": "SIGINT", "signal": 2, "hang": hang})
+    end = Event("end", facts={"failed": True})
+    late = [event(0, "supports_stop"), stop, failed(0, **RESET), end]
+    outcome = judged(*started(0, 1, 2), *late)
+    assert (outcome.code, outcome.sentence) == (130, f"interrupted: the job hung, and was stopped: {hang}")
