@@ -205,8 +205,8 @@ def set_by_launchers(env: Mapping[str, str]) -> tuple[str, ...]:
 
 def is_rank(env: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as a rank, or a stale variable says so."""
-    is_ours = {ours.ADDRESS, ours.JOB, ours.PRIVATE} & env.keys()  # whatever its mpirun sets
-    return bool(is_ours) or any(_present(source, env) for source in RANK_SOURCES)
+    # mpiddp launch sets this one, whatever its mpirun sets.
+    return ours.JOB in env or any(_present(source, env) for source in RANK_SOURCES)
 
 
 def _listed(variables: Mapping[str, str]) -> str:

@@ -27,8 +27,9 @@ from mpiddp.launch.run.control import Console, SignalQueue
 from mpiddp.launch.run.job import Job
 from mpiddp.protocol.channel import RANK, Seal, decode, encode, mac, member_key, seals
 from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.server import PER_RANK, ChannelServer
-from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.protocol.variables import ORDERS
 from mpiddp.runtime.rendezvous.channel_process import serve
 
 STEPS = 5  # messages of progress of each rank
@@ -64,7 +65,8 @@ def launcher(ranks: int) -> None:
 
 def clients(ranks: int) -> None:
     """Join, agree twice, report some steps and end, for every rank, over connections of their own."""
-    clients = _connect(os.environ[ADDRESS], os.environ[SECRET], ranks)
+    orders = Orders.unpacked(os.environ[ORDERS])
+    clients = _connect(orders.address, orders.key, ranks)
     for rank, client in enumerate(clients):
         client.send("started", host=f"node{rank // RANKS_PER_HOST}", pid=rank)
         client.send("joining", timeout_s=600)

@@ -12,9 +12,9 @@ only ranks read. The server passes values on without parsing them.
 
 Each end proves by the challenge of the other end that it has the member's key, which is never sent. The key
 is derived from the job's key for one rank and one role, so a script, which has its key in
-MPIDDP_CHANNEL_SECRET, cannot speak for another member. MPIDDP_CONTROL is the launcher's address, and
-MPIDDP_CONTROL_SECRET the job's key, which only agents have. From then on, each line begins with a seal
-(`Seal`), so nobody on the way can write, change, repeat or leave out one.
+MPIDDP_CHANNEL_SECRET, cannot speak for another member. Only agents have the job's key, in their orders
+(`mpiddp.protocol.orders`). From then on, each line begins with a seal (`Seal`), so nobody on the way can
+write, change, repeat or leave out one.
 
 Each stream of a rank that the launcher shows has its own connection. It begins with "output" in place of
 "hello", and carries the bytes of the stream after "received". A connection that begins with "input" brings

@@ -59,15 +59,15 @@ class Child:
         self.is_command = rank.command.kind == COMMAND
         world = rank.world
         name = f"rank {world.rank} on {world.hostname}"
-        numbers = STREAMS if rank.selection else ()
-        self.outputs = [Stream(number, name, rank.terminal) for number in numbers]
+        numbers = STREAMS if rank.launcher else ()
+        self.outputs = [Stream(number, name, rank.orders.terminal) for number in numbers]
         # stdin comes first: if a script asks for a password, the terminal stops showing the typed keys before
         # the question appears.
-        inputs = [Input(rank.terminal)] if rank.selection and world.rank == 0 else []
+        inputs = [Input(rank.orders.terminal)] if rank.launcher and world.rank == 0 else []
         self.streams: list[Stream | Input] = [*inputs, *self.outputs]
         # The child's ends of the streams, by its file descriptors. They are closed here when it starts.
         self._files = {stream.number: stream.theirs for stream in self.streams}
-        if rank.selection and world.rank != 0:
+        if rank.launcher and world.rank != 0:
             self._files[0] = os.open(os.devnull, os.O_RDONLY)
         self.pid = 0  # 0: it has not started
         self.status: int | None = None  # its exit code, or -N for signal N; None while it runs
@@ -107,9 +107,9 @@ class Child:
         argv, passed = [program.name, *program.args], list[int]()
         launcher = self._rank.world.launcher.name
         if self.is_command:
-            env = command_environment(variables, launcher, self._rank.exported)
+            env = command_environment(variables, launcher, self._rank.orders.exported)
         else:
-            env = script_environment(variables, launcher, self._rank.exported)
+            env = script_environment(variables, launcher, self._rank.orders.exported)
             argv = [*self._rank.python, "-c", _START, str(theirs.fileno()), program.kind, *argv]
             passed = [theirs.fileno()]
             if "PMI_FD" in variables:  # MPICH's, for a script that uses MPI
@@ -177,9 +177,9 @@ class Child:
         return paths[2]
 
     def connect(self, launcher: Server) -> None:
-        selection, world = self._rank.selection, self._rank.world
+        shown, world = self._rank.orders.log_ranks, self._rank.world
         for stream in self.streams:
-            if stream.number == 0 or is_shown(selection, world.rank, stream.number):
+            if stream.number == 0 or is_shown(shown, world.rank, stream.number):
                 stream.connect(launcher, world)
 
     def go(self, rank: Rank, variables: Mapping[str, str], files: Sequence[int]) -> None:
@@ -190,7 +190,7 @@ class Child:
         self.forget_kills()
         self.has_begun, self._arguments = True, processes.arguments_of(self.pid)
         args = rank.program.args[len(self._rank.program.args) :]
-        env, mpi = {**rank.attempt_variables, **variables}, mpi_environment(rank.variables)
+        env, mpi = {**rank.orders.variables, **variables}, mpi_environment(rank.variables)
         self.tell({"type": "go", "variables": env, "args": args, "mpi": mpi}, files)
 
     def hear(self) -> None:

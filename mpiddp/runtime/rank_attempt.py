@@ -17,6 +17,7 @@ from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, NoAnswer, UserError
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import TEXT_LIMIT, silence_s
+from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
 from mpiddp.runtime.child import Child, caught_signals, reap
@@ -41,7 +42,7 @@ class RankAttempt:
 
     def __init__(self, rank: Rank, spare: Child | None = None) -> None:
         self.rank, self.world = rank, rank.world
-        self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
+        self.again: Orders | None = None  # for the next attempt
         self.spare: Child | None = None  # imports torch for the next attempt
         if spare is not None and not spare.answers():
             spare.discard()
@@ -69,7 +70,7 @@ class RankAttempt:
             self._clear(_END_S if self.child.is_command else 0.0)
         except BaseException as error:
             ending = ending_of(error)
-            self.rank = self.rank._replace(holds=False)  # this process ends
+            self.rank = self.rank.ordered(holds=False)  # this process ends
             if self.rank.launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
             is_reported = self.coordinator.has_launcher or self.coordinator.hostnames
@@ -100,7 +101,7 @@ class RankAttempt:
             return
         child.pass_on(signal.SIGTERM)
         child.pass_on(signal.SIGCONT)
-        deadline = time.monotonic() + self.rank.failed_grace_s
+        deadline = time.monotonic() + self.rank.orders.failed_grace_s
         while child.runs and time.monotonic() < deadline:
             self._wait()
 
@@ -112,7 +113,7 @@ class RankAttempt:
         """
         ranks = self.coordinator
         is_limited = not (is_done or ranks.has_launcher)
-        limit_s = GRACE_S + self.rank.failed_grace_s + _END_S if is_limited else None
+        limit_s = GRACE_S + self.rank.orders.failed_grace_s + _END_S if is_limited else None
         ranks.give("ended", None, timeout_s=limit_s)
         with suppress(NoAnswer):
             while waits and ranks.connection and not (ranks.is_lost or ranks.given("ended")):
@@ -138,7 +139,7 @@ class RankAttempt:
         """Start the script, and meet the other ranks meanwhile."""
         child, world, rank = self.child, self.world, self.rank
         os.environ.clear()  # an earlier attempt has set variables
-        os.environ.update({**rank.variables, **rank.attempt_variables})
+        os.environ.update({**rank.variables, **rank.orders.variables})
         problem: UserError | JobFailed | None = None
         try:
             prepare(world)
@@ -289,7 +290,7 @@ class RankAttempt:
             case "store":
                 self.store.pid = facts["pid"]
                 child.others.add(self.store.pid)
-            case "torch" if self.rank.holds and self.spare is None:
+            case "torch" if self.rank.orders.holds and self.spare is None:
                 # Without one, a restart takes longer.
                 with errors.aid("hot spare", child.say):
                     spare = Child(self.rank)
@@ -297,20 +298,20 @@ class RankAttempt:
                     self.spare = spare
                     child.others.add(spare.pid)
             case "mpi":  # no later process of this rank can start MPI
-                self.rank = self.rank._replace(holds=False)
+                self.rank = self.rank.ordered(holds=False)
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         match facts:
             case {"type": "end", "code": int(code)}:
                 self._cut(EndedBy.OTHERS, code)
-            case {"type": "hold"} if not self.rank.holds:
+            case {"type": "hold"} if not self.rank.orders.holds:
                 self._cut(EndedBy.OTHERS)
             case {"type": "hold"} if self._signals is None:
                 self._cut(EndedBy.HOLD)
             case {"type": "hold"} if self.child.status is None:
                 self._ends_at = time.monotonic() + GRACE_S
-            case {"type": "again"}:
-                self.again = facts
+            case {"type": "again", "orders": str(orders)}:
+                self.again = Orders.unpacked(orders)
             case {"type": "stop", "signal": int(number)}:
                 if self._ended_by is EndedBy.SCRIPT:
                     self.child.pass_on(number)
@@ -331,7 +332,7 @@ class RankAttempt:
         self.rank = self.rank.resized(columns, rows)
         for child in (self.child, self.spare):
             for stream in child.streams if child else ():
-                stream.resize(self.rank.terminal)
+                stream.resize(self.rank.orders.terminal)
         self.child.pass_on(signal.SIGWINCH)
 
     def _see_others(self) -> None:
@@ -360,7 +361,7 @@ class RankAttempt:
 
         After an outage, TCP sends again within the time that the outage has lasted.
         """
-        connection, lost_s = self.coordinator.connection, self.rank.lost_s
+        connection, lost_s = self.coordinator.connection, self.rank.orders.lost_s
         stepped_at = self.child.messages.get("progress", {}).get("at", 0.0)
         if connection is None or self.rank.launcher is None or now - stepped_at <= lost_s:
             return False
@@ -399,7 +400,7 @@ class RankAttempt:
             line = ending.line(ranks.name(self.world.rank))
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed those
                 errors.print_error(line)
-        if self.rank.holds and self._ended_by is EndedBy.SCRIPT:
+        if self.rank.orders.holds and self._ended_by is EndedBy.SCRIPT:
             self._ended_by = EndedBy.HOLD
         else:
             ranks.send("fail", code=ending.code)

@@ -125,7 +125,7 @@ def test_what_crosses_the_network(hosts, mpi):
     job.wait().assert_ok()
     seen = captured.read_bytes()
     assert kept["MPIDDP_JOB"].encode() in seen  # what mpirun sends to its daemon
-    values = [kept[name] for name in (*env, "MODE", "MPIDDP_CONTROL_SECRET")]
+    values = [kept[name] for name in (*env, "MODE", "MPIDDP_ORDERS")]
     assert [value for value in values if value.encode() in seen] == []
     assert not folder.exists()
 
@@ -180,7 +180,7 @@ def test_the_same_environment_on_all_ranks(hosts):
     different = {name for name in first ^ second if not re.fullmatch(OF_A_RANK, name)}
     assert different == set()
     assert env.keys() <= first
-    assert not first & {*of_places, "MPIDDP_CONTROL_SECRET", "MPIDDP_PRIVATE"}
+    assert not first & {*of_places, "MPIDDP_ORDERS", "MPIDDP_PRIVATE"}
 
 
 def test_the_longest_value(here):
@@ -298,7 +298,7 @@ def test_the_variables_of_a_command(here, mpi):
     done = here.run("launch", *here.where(2), "--", "sh", "-c", text, mpi=mpi).assert_ok()
     assert sorted(line for line in done.lines if "shown" in line) == ["shown 0 2 0", "shown 1 2 1"]
     assert re.findall(OF_MPI, done.stdout, re.MULTILINE) == []
-    assert "MPIDDP_CONTROL" not in done.stdout
+    assert "MPIDDP_ORDERS" not in done.stdout
 
 
 # They are for the rank, or for the launcher; the path of the error file is one of the host.

@@ -35,6 +35,7 @@ from mpiddp.launch.plan.placement import Past, choose, place
 from mpiddp.launch.plan.preflight import Checked, check_gpus, preflight
 from mpiddp.launch.plan.starters import find_starter
 from mpiddp.protocol import variables as names
+from mpiddp.protocol.orders import Orders
 from mpiddp.text import all_of, counted
 
 # This Python. Links are not resolved: its path identifies a virtual environment.
@@ -284,7 +285,7 @@ def _variables(options: LaunchOptions, starter: Starter, request: Request) -> di
         names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         names.LOG_DIR: options.log_dir,
         names.LOG_TO: shlex.join(options.log_to),
-        names.EXPORTED: ",".join(exports),
+        names.ORDERS: Orders(exported=tuple(exports)).packed(),  # for a command of --dry-run
         "MASTER_ADDR": options.master_addr,
     }
     return {**library, **exports, **{name: value for name, value in ours.items() if value}}

@@ -44,11 +44,12 @@ class Past(NamedTuple):
         """The environment variables of the next attempt's ranks."""
         size = self.announced.global_batch_size
         announced = {"global_batch_size": size, "world_size": self.announced.world_size}
-        return {
+        variables = {
             names.RESTART_COUNT: str(self.attempts),
             names.ANNOUNCED: json.dumps(announced) if size else "",
             names.RUN_DIR: self.announced.run_dir,
         }
+        return {name: value for name, value in variables.items() if value}
 
 
 def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:

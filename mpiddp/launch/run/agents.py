@@ -6,7 +6,6 @@ preflight, no new mpirun, and no new login.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from mpiddp.launch.run.mpirun import MpirunProcess
 from mpiddp.launch.run.output import JobOutput
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.orders import Orders
 
 STOP_AFTER = "--stop-after"  # a reason to stop
 LEAST_SILENCE_S = 3.0  # a shorter silence is no sign: the kernel asks a host once a second
@@ -58,7 +58,6 @@ class Agents:
     mpirun: MpirunProcess
     output: JobOutput
     opened: ExitStack  # closes all of these
-    has_resume_args: bool = False  # whether their command has the arguments of a restart
     others: list[Host] = field(default_factory=list)  # all hosts but this one
     job: str = ""  # an id in the environment of all processes of the job
     private_name: str = ""  # under this name, the other hosts keep the private variables
@@ -83,26 +82,33 @@ class Agents:
             stack.callback(self.output.settle, is_said=outcome.is_complete)
 
 
+def orders_of(plan: Plan, server: ControlServer) -> Orders:
+    """The orders for the agents of `plan`, which are to connect to `server`."""
+    options, world_size = plan.options, plan.request.hosts.world_size
+    has_prefix = {"auto": world_size > 1, "always": True}.get(options.prefix, False)
+    umask = os.umask(0)
+    os.umask(umask)
+    return Orders(
+        address=server.address,
+        key=server.key,
+        lost_s=server.lost_s,
+        log_ranks=options.log_ranks,
+        terminal=options.terminal._replace(has_prefix=has_prefix),
+        holds=plan.holds,
+        failed_grace_s=options.failed_grace_s,
+        umask=umask,
+        exported=tuple(options.variables),
+        variables=plan.past.variables(),
+        args=plan.past.announced.resume_args,
+    )
+
+
 def start(launcher: Launcher, plan: Plan) -> Agents:
     """Start the agents of `plan`. Raises CutOff for hosts that the others do not reach."""
     options, request = plan.options, plan.request
     hosts = request.names_of_ranks
-    has_prefix = {"auto": len(hosts) > 1, "always": True}.get(options.prefix, False)
     others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
     job = os.urandom(8).hex()
-    umask = os.umask(0)
-    os.umask(umask)
-    settings = {
-        names.JOB: job,
-        names.OUTPUT: options.log_ranks,
-        names.TERMINAL: json.dumps(options.terminal._replace(has_prefix=has_prefix)),
-        names.RUN_ID: launcher.run_id,
-        names.MAX_RESTARTS: str(options.max_restarts),
-        names.HOLDS: "1" if plan.holds else "",
-        names.FAILED_GRACE: str(options.failed_grace_s),
-        names.UMASK: f"{umask:o}" if others else "",  # ssh carries none
-        **plan.past.variables(),
-    }
     with ExitStack() as stack:
         folder = stack.enter_context(private.own_folder(os.environ))
         selector = stack.enter_context(TimedSelector())
@@ -111,8 +117,10 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         where = folder / "control" if has_path else request.control_address
         server = ControlServer(listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s))
         stack.callback(server.close)
-        settings = {name: value for name, value in settings.items() if value} | server.settings
-        variables, env = {**request.variables, **settings}, dict(request.env)
+        orders = orders_of(plan, server)
+        settings = {names.JOB: job, names.RUN_ID: launcher.run_id, names.MAX_RESTARTS: str(options.max_restarts)}
+        variables = {**request.variables, **settings, names.ORDERS: orders.packed()}
+        env = dict(request.env)
         private_name = private.new_name() if others else ""
         if private_name:
             stack.callback(private.remove, private_name)
@@ -123,16 +131,13 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
             with launcher.signals.interrupting():
                 hand_over(plan, server, private_name, everything, launcher.logins)
         launcher.logins.close()
-        resume_args = plan.past.announced.resume_args
-        request = request._replace(job=(*request.job, *resume_args), variables=variables)
-        command = plan.starter.compose(request, str(folder))
+        command = plan.starter.compose(request._replace(variables=variables), str(folder))
         mpirun = MpirunProcess(plan.starter, command, env)
         stack.callback(mpirun.close)
         # The output of a detached job is kept without --log-dir, too.
         logs = launcher.logs if options.log_dir else None
-        output = JobOutput(options, len(hosts), selector, mpirun.streams, logs, has_prefix=has_prefix)
+        output = JobOutput(options, len(hosts), selector, mpirun.streams, logs, has_prefix=orders.terminal.has_prefix)
         selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)
-        opened, has_args = stack.pop_all(), bool(resume_args)
-        return Agents(launcher, plan, server, mpirun, output, opened, has_args, others, job, private_name)
+        return Agents(launcher, plan, server, mpirun, output, stack.pop_all(), others, job, private_name)

@@ -23,7 +23,7 @@ from mpiddp.launch.judge.hangs import find_hang
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
 from mpiddp.launch.plan.job_plan import Plan
-from mpiddp.launch.run.agents import STOP_AFTER, Agents
+from mpiddp.launch.run.agents import STOP_AFTER, Agents, orders_of
 from mpiddp.launch.run.output import OUTPUT_S, JobOutput
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.variables import SAVE_GRACE_S
@@ -338,9 +338,8 @@ class Attempt:
         if len(server.connected) < server.world_size:
             return False
         server.stop_listening()
-        args = () if agents.has_resume_args else plan.past.announced.resume_args
-        facts = {"variables": plan.past.variables(), "args": args, "holds": plan.holds}
-        server.ask(server.connected, "again", agents=True, **facts)
+        orders = orders_of(plan, server)._replace(key="")  # agents know the next key
+        server.ask(server.connected, "again", agents=True, orders=orders.packed())
         deadline = time.monotonic() + AGAIN_S
         while server.has_members and self.mpirun.code is None and time.monotonic() < deadline:
             self.wait(deadline)

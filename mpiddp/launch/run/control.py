@@ -24,7 +24,7 @@ from mpiddp.protocol import channel
 from mpiddp.protocol.channel import STOP_SIGNALS, encode
 from mpiddp.protocol.group import Peer, TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Event
-from mpiddp.protocol.variables import ADDRESS, LOST_AFTER, LOST_AFTER_S, PATIENCE, SECRET
+from mpiddp.protocol.variables import LOST_AFTER_S, PATIENCE
 from mpiddp.text import escaped
 
 # One request may arrive twice: for example, coreutils' timeout signals its child and then the child's process
@@ -132,11 +132,9 @@ class ControlServer(ChannelServer):
             needs = f"{world_size} ranks need {PER_RANK} each in this process"
             raise JobFailed(f"{limit} open files are too few: {needs} (ulimit -n).")
         name = listener.getsockname()
-        address = channel.UNIX + name if isinstance(name, str) else "{}:{}".format(*name[:2])
+        self.address = channel.UNIX + name if isinstance(name, str) else "{}:{}".format(*name[:2])
         super().__init__(listener, key or os.urandom(16).hex(), world_size, selector)
         self.lost_s, self.patience_s = lost_s, PATIENCE * lost_s
-        # The variables that the ranks need.
-        self.settings = {ADDRESS: address, SECRET: self.key, LOST_AFTER: str(lost_s)}
 
     def successor(self) -> ControlServer:
         """The server of the next attempt of the same agents, at the same address and with a new key."""

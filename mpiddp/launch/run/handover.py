@@ -25,7 +25,7 @@ from mpiddp.launch.plan.command import Request
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import ControlServer
 from mpiddp.protocol import channel
-from mpiddp.protocol.variables import ADDRESS, JOB
+from mpiddp.protocol.variables import JOB
 from mpiddp.text import listed, names_by_value, with_fix
 
 TRAVELLING = (channel, interfaces, reachability, processes, private)
@@ -58,7 +58,7 @@ def hand_over(
     port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
     knows_all = len(hosts) > 1 and len(addresses) == len(hosts)
     wanted = {
-        "launcher": server.settings[ADDRESS],
+        "launcher": server.address,
         "key": server.key,
         "meet": (addresses, port, start_s, _MOST) if knows_all else (),
         "name": name,

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import NamedTuple
 from mpiddp.errors import JobFailed
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import NO_MESSAGE, RANK, UNIX
-from mpiddp.protocol.variables import LOST_AFTER, LOST_AFTER_S, PATIENCE
+from mpiddp.protocol.variables import LOST_AFTER_S, PATIENCE
 from mpiddp.world import World
 
 CONNECT_TIMEOUT_S = 30.0  # a rank without a connection to the server gives up after this time
@@ -27,12 +26,13 @@ _ATTEMPT_S, _RETRY_S = 10.0, 0.2
 class Server(NamedTuple):
     """Where the server listens, "host:port" or "unix:path", and the key of the job.
 
-    `is_own`: the key is that of the one member that has it.
+    `is_own`: the key is that of the one member that has it. A server beside rank 0 has no `lost_s`.
     """
 
     address: str
     key: str
     is_own: bool = False
+    lost_s: float = 0.0  # seconds of silence, after which a launcher gives up a host
 
     def member_key(self, rank: int, role: str = RANK) -> str:
         return self.key if self.is_own else channel.member_key(self.key, role, rank)
@@ -92,8 +92,7 @@ def _connect(server: Server, rank: int, kind: str, facts: Mapping[str, object], 
         else:
             connection = socket.create_connection((host, int(port)), _ATTEMPT_S)
         stack.enter_context(connection)
-        lost_after = os.environ.get(LOST_AFTER)
-        patience_s = PATIENCE * float(lost_after) if lost_after else LOST_AFTER_S
+        patience_s = PATIENCE * server.lost_s or LOST_AFTER_S
         # A stopped launcher (Ctrl-Z) reads no steps. If it is lost, the rank's own connection shows it.
         is_read_slowly = kind in channel.HANDED_OVER or facts.get("role") == channel.SCRIPT
         channel.notice_silence(connection, patience_s, is_read_slowly=is_read_slowly)

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpiddp.errors import JobFailed, print_error
 from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode
-from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
+from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR, LOST_AFTER
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
 from mpiddp.runtime.job.progress import Progress
@@ -197,7 +197,8 @@ def script_session() -> Session:
         from mpiddp.runtime.job.connection import AnotherScript, Server
 
         with contextlib.suppress(AnotherScript):
-            server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True)
+            lost_s = float(os.environ.get(LOST_AFTER, 0.0))
+            server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True, lost_s=lost_s)
             ranks.connect(World.from_env(), server, SCRIPT)
             assert ranks.connection is not None
             # Not the number of `control`, which the script may have closed, so that it is free.

@@ -16,7 +16,6 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.run.control import ControlServer, Exchange, listen
 from mpiddp.protocol.channel import SCRIPT, mac, member_key
 from mpiddp.protocol.group import TimedSelector
-from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import received_call
 from mpiddp.runtime.job.connection import Server
 from mpiddp.spawning.spawn import pickled_call
@@ -120,7 +119,7 @@ def test_what_a_stranger_has_written_is_not_unpickled():
         ThreadPoolExecutor() as pool,
     ):
         exchange.begin(server)
-        where = Server(*(server.settings[name] for name in (ADDRESS, SECRET)))
+        where = Server(server.address, server.key)
         script = pool.submit(is_robbed, where)
         while not script.done():
             for key, _ in selector.select(0.02):

@@ -181,7 +181,7 @@ def test_an_announcement_that_is_no_command(arguments):
         (mpi("OMPI_COMM_WORLD", "0", "1", "0", "1"), True),  # mpirun -n 1
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, True),
         ({"RANK": "0"}, True),  # left over: refused as a rank, and not trained with in silence
-        ({"MPIDDP_CONTROL": "127.0.0.1:1"}, True),  # of mpiddp launch, whatever its mpirun sets
+        ({"MPIDDP_JOB": "1"}, True),  # of mpiddp launch, whatever its mpirun sets
     ],
 )
 def test_who_is_a_rank(env, is_one):
