@@ -45,4 +45,5 @@ def connect(server: Server, world: World, role: str = RANK) -> Coordinator:
 
 def cut(rank: Coordinator) -> None:
     """End the connection of a member."""
+    assert rank.connection is not None
     rank.connection.shutdown(socket.SHUT_RDWR)

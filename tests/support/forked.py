@@ -99,7 +99,7 @@ def _start(arguments: Sequence[str], rank: Rank, folder: Path, out: int, err: in
             code = _called(arguments)
         except SystemExit as exit:
             code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
-        threading._shutdown()  # as at Python's end
+        getattr(threading, "_shutdown")()  # noqa: B009  # as at Python's end; no stub has it
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
@@ -156,6 +156,8 @@ def run(arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: Path
     """`in_children` of a process that has imported torch. The ranks print into the two files."""
     server = _server()
     job = [[*arguments], [*map(list, ranks)], *map(str, (folder, out, err))]
+    assert server.stdin
+    assert server.stdout
     server.stdin.write(f"{json.dumps(job)}\n")
     server.stdin.flush()
     try:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 # An idle H100 with driver 580, in the form in which nvidia-smi answers the query of `mpiddp.hosts.gpus`.
@@ -22,7 +23,7 @@ GPU_ROW = {
 SECOND_GPU = {"pci.bus_id": "00000000:9A:00.0", "uuid": "GPU-9aac0f2e-6c1b-0d4f-5b2a-0c9d6a6f6a01"}
 
 
-def nvidia_smi(*gpus: dict[str, str | None], users: str = "") -> str:
+def nvidia_smi(*gpus: Mapping[str, str | None], users: str = "") -> str:
     """The text of an nvidia-smi that prints these GPUs and their users. A GPU has its differences to GPU_ROW.
 
     It refuses a field that it does not have (None), as another version does.

@@ -190,13 +190,13 @@ def record(name: str) -> None:
         subprocess.run(command, env=clean_env(), cwd=ROOT, timeout=PATIENCE_S * 3, check=False)
         (file,) = Path(folder).glob("*/attempt_1.jsonl")
         text = file.read_text(encoding="utf-8")
-        for path, neutral in (
+        for there, neutral in (
             (folder, "/home/me"),
             (str(ROOT), _OTHER_ROOT),
             (sys.prefix, "/venv"),
             (sys.base_prefix, "/usr"),
         ):
-            text = text.replace(path, neutral)
+            text = text.replace(there, neutral)
     text = re.sub(rf"\b{socket.gethostname()}\b", "node0", text)
     path = FOLDER / f"{name}.jsonl"
     path.write_text(text)

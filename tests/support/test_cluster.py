@@ -6,7 +6,7 @@ from tests.support import cluster
 from tests.support.cluster import USER, Layout, faults
 
 
-def test_a_cluster():
+def test_a_cluster() -> None:
     """Logins, private files, a fault for the time of a block, 127.0.1.1, and an end without leftovers."""
     links = set(Path("/sys/class/net").iterdir())
     with cluster.up_or_skip(2, layout=Layout(own_name_is_loopback=True)) as hosts:

@@ -126,7 +126,7 @@ def _spool(master: Host, root: Path, env: Mapping[str, str]) -> None:
         ["spooldefaults", "usersets", resources / "usersets"],
         ["spooldefaults", "managers", "root"],
     ):
-        program, *arguments = command
+        program, *arguments = map(str, command)
         master.run([_LIBRARY / program, *arguments], env=env, check=True)
 
 

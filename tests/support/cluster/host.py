@@ -87,9 +87,9 @@ class Host:
         **login: Any,
     ) -> Program:
         """Start a program as `run` does. Its `end()` kills all processes of its session."""
-        streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "text": True}
+        command = self.enter(argv, **login)
         # Without a session of its own, Ctrl-C at the terminal would end only nsenter.
-        return Program(self.enter(argv, **login), start_new_session=True, **streams)
+        return Program(command, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True)
 
     def enter(
         self,

@@ -66,7 +66,8 @@ def lacking(reason: str) -> NoReturn:
 def need(*tools: str) -> None:
     """Skip the test if this machine lacks one of these programs."""
     if missing := [name for name in tools if shutil.which(name, path=PATH) is None]:
-        lacking(f"this machine has no {missing[0]}. Run: apt-get install rsync openssh-client")
+        package = "iproute2" if missing[0] == "ss" else missing[0]  # the shells have their names
+        lacking(f"this machine has no {missing[0]}. Run: apt-get install {package}")
 
 
 @cache
