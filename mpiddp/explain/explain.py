@@ -42,7 +42,7 @@ _RESUME = f"{OURS}to resume: "
 _VERDICT = re.compile(
     r"mpiddp: (?:.* Then )?"
     r"(?:rank \d+ on \S+ (?:failed first|ended first, with exit code \d+): (?P<error>.*?)"
-    r"(?: \(its traceback: [^)]*\))?\.?(?: The other ranks were stopped\.)?"
+    r"(?: \(its traceback: [^)]*\))?\.?(?: The (?:other ranks were stopped\.|same error ended .*))?"
     r"|(?:rank \d+ on \S+ (?:ended first|was killed by|ended before)|the job (?:failed|hung)|lost \S+ \("
     r"|the connection of|mpirun could not start|the ranks on .* ended at the same moment"
     r"|only \d+ of \d+ ranks).*|.* The other ranks were stopped\.)"

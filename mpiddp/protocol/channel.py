@@ -84,7 +84,7 @@ _NUMBER, _MAYBE = (int, float), (int, type(None))
 # the first four.
 MESSAGES: dict[str, dict[str, Any]] = {
     "gather": {"key": str, "timeout_s": (int, float, type(None))},
-    "claim": {"key": str},
+    "claim": {"key": str},  # to have failed first. `like` is equal for equal errors of two ranks
     "fail": {"code": int},
     "leave": {},
     # It may have `outputs`, the pipes or terminals to which the script writes: see `key_of_output` in

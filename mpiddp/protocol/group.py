@@ -140,7 +140,7 @@ class Group:
         elif kind == "claim":
             # The first member that claims to have failed first is told so, and all others learn of it.
             is_first = facts["key"] not in self._news
-            claimed = encode("claimed", rank=rank, key=facts["key"])
+            claimed = encode("claimed", rank=rank, key=facts["key"], like=facts.get("like", ""))
             line = self._news.setdefault(facts["key"], claimed)
             self._tell(self.members if is_first else [rank], line)
         elif "" not in self._news:

@@ -191,7 +191,8 @@ class Child:
         self.has_begun, self._arguments = True, processes.arguments_of(self.pid)
         args = rank.program.args[len(self._rank.program.args) :]
         env, mpi = {**rank.orders.variables, **variables}, mpi_environment(rank.variables)
-        self.tell({"type": "go", "variables": env, "args": args, "mpi": mpi}, files)
+        is_shown = bool(self.outputs and self.outputs[-1].connection)
+        self.tell({"type": "go", "variables": env, "args": args, "mpi": mpi, "is_shown": is_shown}, files)
 
     def hear(self) -> None:
         """Take the messages of the script."""

@@ -285,8 +285,7 @@ class RankAttempt:
                 # Until a script calls `should_stop`, only a signal without a handler ends it.
                 child.pass_on(signal.SIGTERM)
             case "claim":  # of a script without a connection of its own
-                ranks.send("claim", key=CLAIM)
-                child.tell({"type": "claimed"})
+                ranks.send("claim", key=CLAIM, like=facts["like"])
             case "store":
                 self.store.pid = facts["pid"]
                 child.others.add(self.store.pid)
@@ -341,6 +340,8 @@ class RankAttempt:
         has_news = bool(self._ends_at or ranks.code_of_failure or ranks.is_lost)
         if has_news and child.messages.pop("lost_connection", {}):
             child.tell({"type": "failure elsewhere"})  # it explains the lost connection
+        if (ranks.first_failure or not ranks.connection) and child.messages.pop("claim", {}):
+            child.tell({"type": "claimed", "first": ranks.first_failure or (True, "")})
         if self._ended_by is EndedBy.OTHERS:
             return
         ranks.is_lost |= self._is_cut_off(now)
@@ -396,7 +397,7 @@ class RankAttempt:
         if has_launcher:
             passed = {"passed": True} if ending.signal in child.passed else {}
             ranks.send("failed", **ending.facts, **child.lack_of_memory, **passed)
-        elif ranks.hostnames and ranks.claim_first_failure():
+        elif ranks.hostnames and ranks.claim_first_failure()[0]:
             line = ending.line(ranks.name(self.world.rank))
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed those
                 errors.print_error(line)

@@ -143,7 +143,7 @@ def _begin(session: Session, control: socket.socket) -> None:
             facts, sockets = _message_of_agent(control)
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
-    env = facts["variables"]
+    env, session.is_shown = facts["variables"], facts["is_shown"]
     os.environ.update(env)
     variables, modules = dict(os.environ), {*sys.modules}
     if JOB in os.environ:

@@ -546,12 +546,12 @@ if how == "lost":
     dist.init_process_group("gloo")
     if rank == 1:
         dist.all_reduce(torch.ones(1))  # rank 0 ends meanwhile
-elif rank == int(how):
+elif rank == int(how == "1"):
     atexit.register(lambda: open("has_failed", "w"))
 else:
     while not os.path.exists("has_failed"):
         time.sleep(0.01)
-raise RuntimeError(["error of rank 0", "cannot restore a socket"][rank])
+raise RuntimeError(["error of rank 0", "cannot restore a socket"][rank if how != "same" else 0])
 """
 
 
@@ -561,11 +561,12 @@ raise RuntimeError(["error of rank 0", "cannot restore a socket"][rank])
         ("0", "error of rank 0", "cannot restore a socket"),
         ("1", "cannot restore a socket", "error of rank 0"),
         ("lost", "error of rank 0", ""),
+        ("same", "error of rank 0", ""),
     ],
 )
 def test_the_error_of_a_second_rank(here, how, first, second):
     """The rank that failed first is named, whatever its words are. A second rank's own error is shown, too.
-    One that follows from the end of the first is in its file alone.
+    One that follows from the end of the first, or is the same error, is in its file alone.
     """
     logs = here.folder / "logs"
     script = here.script(TWO_ERRORS)
@@ -574,7 +575,8 @@ def test_the_error_of_a_second_rank(here, how, first, second):
     shown = re.findall(r"^(?:\[rank\d\]: )?RuntimeError: (.*)", done.stderr, re.M)
     assert sorted(shown) == sorted(filter(None, [first, second]))
     last = (logs / "rank_00001.err").read_text().splitlines()[-1]
-    assert ("gloo" if how == "lost" else "cannot restore") in last
+    assert {"lost": "gloo", "same": first}.get(how, "cannot restore") in last
+    assert verdict(done).endswith(" The same error ended all other ranks.") is (how == "same")
 
 
 UPLOADS = """

@@ -212,7 +212,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     killed = [end for end in failures if end.kind == "lost" or end.facts.get("signal")]
     at_once = [end for end in killed if first in killed and end.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(record.host_of(end.rank) for end in at_once))
-    others, is_complete, daemon = _others(record), True, _lost_daemon(record)
+    others, is_complete, daemon = _others(record, first), True, _lost_daemon(record)
     before = _left_early(record, first.at, is_needed=_needed_another(record, first))
     # A person or a scheduler sends SIGTERM, so it is no fault of a host.
     is_own = len(hosts) == 1 and facts.get("signal") != signal.SIGTERM
@@ -254,7 +254,15 @@ def _naming(record: Record, first: Event, outcome: Outcome) -> Outcome:
     return outcome._replace(rank=first.rank, host=record.host_of(first.rank))
 
 
-def _others(record: Record) -> str:
+def _others(record: Record, first: Event) -> str:
+    """What has ended the other ranks: the same error as that of the first, which alone is shown, or a stop."""
+    likes = {rank: claim.facts.get("like") for rank, claim in record.latest["claim"].items()}
+    same = [rank for rank in sorted(likes) if likes[rank] and likes[rank] == likes.get(first.rank)]
+    same = [rank for rank in same if rank != first.rank]
+    if 0 < len(same) == record.world_size - 1:
+        return " The same error ended all other ranks."
+    if same:
+        return f" The same error ended {record.names(same)}. The others were stopped."
     return " The other ranks were stopped." if record.world_size > 1 else ""
 
 
@@ -265,7 +273,7 @@ def _of_own_end(record: Record, first: Event) -> Outcome:
     if code == STOPPED:  # the other ranks may have ended in the same way
         stopped = {rank for rank, end in record.failures.items() if end.facts.get("code") == code}
         has_said_why = error or len(stopped | record.done.keys()) == record.world_size
-    sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record)}"
+    sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record, first)}"
     return _naming(record, first, Outcome(code, error if has_said_why else sentence))
 
 

@@ -209,17 +209,23 @@ class Coordinator:
         first_rank = {problem: problems.index(problem) for problem in problems if problem}
         return [f"{self.name(rank)}: {problem}" for problem, rank in first_rank.items()]
 
-    def claim_first_failure(self) -> bool:
-        """Whether this rank is the first to fail. If the server has ended, only rank 0 counts as the first.
+    def claim_first_failure(self, like: str = "") -> tuple[bool, str]:
+        """Whether this rank is the first to fail, and the `like` of the rank that was (`Session.claim`).
 
-        Call it as soon as an error is caught: the unwinding breaks connections, and then the others fail too.
+        If the server has ended, only rank 0 counts as the first. Call it as soon as an error is caught: the
+        unwinding breaks connections, and then the others fail too.
         """
         if self.connection is None:
-            return True
-        first = 0
+            return True, ""
         with contextlib.suppress(ChannelLost):
-            first = self.ask("claim", key=CLAIM)[0]["rank"]
-        return self.world.rank == first
+            self.ask("claim", key=CLAIM, like=like)
+        return self.first_failure or (self.world.rank == 0, "")
+
+    @property
+    def first_failure(self) -> tuple[bool, str] | None:
+        """The answer to a claim, once it has arrived."""
+        facts = self._arrived.get(CLAIM, ({}, b""))[0]
+        return (facts["rank"] == self.world.rank, facts["like"]) if facts else None
 
     def leave(self, *, waits: bool) -> None:
         """Leave the job, so that the end of the connection is no failure. All ranks must call this.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -14,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import JobFailed, print_error
-from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode
+from mpiddp.errors import JobFailed, fault, print_error
+from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, digest, encode
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR, LOST_AFTER
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
@@ -35,6 +36,7 @@ class Session:
         # it is the rank itself, and its parent sees how it ends.
         self.has_agent = is_joined(os.environ)
         self.control: socket.socket | None = None  # to the agent; None within a command
+        self.is_shown = False  # the launcher shows the stderr of this process
         self.is_fork = False  # a fork of a script, for which the script itself speaks
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1))
@@ -123,16 +125,15 @@ class Session:
 
         Errors of connections follow from that of the first rank to fail, and would hide it: they go to the
         rank's file alone. Ctrl-C interrupts all ranks, so rank 0 shows where, and the others have it in their
-        files. `is_printed`: Python has printed the error. Returns whether it is to be shown.
+        files. So does a rank with the same error as the first, whose traceback the launcher shows. `is_printed`:
+        Python has printed the error. Returns whether it is to be shown.
         """
         # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
-        if self.coordinator.connection is None and not isinstance(error, SystemExit):
-            self._agent_answers("claim")
-        is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
+        is_first, is_same = (True, False) if isinstance(error, SystemExit) else self.claim(error)
         ending = ending_of(error)
         if ending.follows and is_first and not is_printed:
             # A rank that the kernel has killed claims no first failure.
-            is_first = not self._agent_answers("lost_connection")
+            is_first = not self._agent_answer("lost_connection")
         if ending.error:  # both ways, because a full disk takes no file
             self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
@@ -141,23 +142,39 @@ class Session:
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
         is_repeated = isinstance(error, KeyboardInterrupt) and os.environ.get("RANK", "0") != "0"
-        is_shown = (is_first or not ending.follows) and not is_repeated
+        is_shown = not is_repeated and (is_first or not (ending.follows or is_same))
         if not (is_shown or is_printed):
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown
 
-    def _agent_answers(self, question: str) -> bool:
-        """Ask the agent, for a second."""
+    def claim(self, error: BaseException) -> tuple[bool, bool]:
+        """Whether this rank is the first to fail, and whether the first, another one, has the same error.
+
+        Errors are the same if their classes, their texts and the lines that raised them are equal.
+        """
+        like = ""
+        with contextlib.suppress(Exception):  # the __str__ of the error may fail
+            if self.is_shown and isinstance(error, Exception):  # a Ctrl-C interrupts each rank elsewhere
+                like = digest(fault(error).encode(errors="replace")).hex()
+        if self.coordinator.connection is None:
+            answer = self._agent_answer("claim", like=like)
+            is_first, first = answer["first"] if answer else (True, "")
+        else:
+            is_first, first = self.coordinator.claim_first_failure(like)
+        return is_first, not is_first and like != "" and like == first
+
+    def _agent_answer(self, question: str, **facts: object) -> dict[str, Any]:
+        """The answer of the agent, {} if none comes within a second."""
         if self.control is None:
-            return False
-        self.tell_agent(question)
-        with contextlib.suppress(OSError):  # the script has closed it
+            return {}
+        self.tell_agent(question, **facts)
+        with contextlib.suppress(OSError, ValueError):  # the script has closed it
             try:
                 self.control.settimeout(GRACE_S)
-                return bool(self.control.recv(CHUNK))
+                return dict(json.loads(self.control.recv(CHUNK)))
             finally:
                 self.control.settimeout(None)
-        return False
+        return {}
 
     def tell_over_at_exit(self) -> None:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""

@@ -91,7 +91,7 @@ def process_group(
             if session is current() and is_failure and not isinstance(error, Refused):
                 if session.has_agent:
                     # Before the group is destroyed, which makes the other ranks fail as well.
-                    coordinator.claim_first_failure()
+                    session.claim(error)
                 # NCCL would wait for operations of the others, and delay the report.
                 destroys = is_gloo
             raise
