@@ -21,11 +21,13 @@ from typing import NamedTuple
 import pytest
 import yaml
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.run import get_args_parser
 
 import mpiddp
 from docs.__main__ import written
 from mpiddp import cli
 from mpiddp.cli import VERBS
+from mpiddp.errors import UserError
 from mpiddp.hosts import gpu_health
 from mpiddp.launch.judge import hangs, pace, stragglers
 from mpiddp.launch.plan.options import LaunchOptions, option_parser
@@ -320,6 +322,19 @@ def wrong_options(words: list[str]) -> list[str]:
 def unknown(words: list[str], known: frozenset[str]) -> list[str]:
     found = [word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)]
     return [flag for flag in found if flag.replace("_", "-") not in known and flag not in known]
+
+
+OF_MPIRUN = "-ppn -N -genv -envall -f --prefix --rank-by --tag-output --report-bindings --nooversubscribe --mca"
+
+
+def test_each_option_of_another_launcher_has_an_answer():
+    """docs/migration.md: mpiddp accepts an option of torchrun, or a usual one of mpirun, or names what to write."""
+    parser = option_parser()
+    of_torchrun = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    others = {*of_torchrun, *OF_MPIRUN.split()} - parser._option_string_actions.keys()
+    for flag in others:
+        with pytest.raises(UserError, match=r"\n  fix: (?!mpiddp launch --help)"):
+            parser.parse_args([flag, "1", "train.py"])
 
 
 @pytest.mark.parametrize("page", ["README", "docs/get-started", "docs/migration"])
