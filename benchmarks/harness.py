@@ -2,7 +2,7 @@
 
 The options of a script are the fields of its dataclass `Options`:
 
-    rounds: int = option("rounds of all sizes", type=whole(1), default=3)
+    rounds: int = option("rounds of all sizes", parse=whole(1), default=3)
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, field, fields
 from typing import Any, TypeVar
 
-from mpiddp.arguments import whole
-from mpiddp.bench.measured_jobs import Jobs, new_parser, plan_jobs
+from mpiddp.arguments import Option, whole
+from mpiddp.bench.measured_jobs import Jobs, new_parser, plan_jobs, values_of
 from mpiddp.errors import print_error
 from mpiddp.text import counted
 from tests.support.ranks import ROOT
@@ -25,9 +25,10 @@ T = TypeVar("T")
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def option(help: str, **keywords: Any) -> Any:
-    """A field that is an option. `keywords` are argparse's."""
-    return field(metadata={"help": help, **keywords})
+def option(help: str, *, default: object = None, **record: Any) -> Any:
+    """A field that is an option: see `mpiddp.arguments.Option`."""
+    shown = f"{help} (default: {default})" if default else help
+    return field(metadata={"value": "N", "help": shown, "default": default, **record})
 
 
 def wholes(low: int) -> Callable[[str], tuple[int, ...]]:
@@ -52,14 +53,14 @@ def run_script(
     """
     module: Any = sys.modules["__main__"]
     prog, argv = f"python -m benchmarks.{name}", sys.argv[1:]
-    own = {option.name: option.metadata for option in fields(module.Options)}
+    own = [Option(f"--{row.name.replace('_', '-')}", **row.metadata) for row in fields(module.Options)]
     parser, where = new_parser(prog, purpose, own)
     values, more = parser.parse_known_args([*argv, *(() if takes_hosts else ("-H", "localhost:1"))])
     if check:
         check(prog, more)  # before the ranks start
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    options = module.Options(**{name: getattr(values, name) for name in own})
+    options = module.Options(**values_of(own, values))
     jobs = plan_jobs(prog, argv, values, where, ["-m", "mpiddp.bench.allreduce"], least_ranks)
 
     def measure() -> Any:

@@ -61,12 +61,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option("rounds; each variant runs once in each", type=whole(1), default=3)
-    sizes: tuple[int, ...] = option("numbers of hosts", type=wholes(2), default="2,4")
-    cores: float = option("cores of each worker", type=float, default=0.4)
-    steps: int = option("steps to time in each job", type=whole(1), default=20)
+    rounds: int = option("rounds; each variant runs once in each", parse=whole(1), default=3)
+    sizes: tuple[int, ...] = option("numbers of hosts", parse=wholes(2), default="2,4")
+    cores: float = option("cores of each worker", parse=float, default=0.4)
+    steps: int = option("steps to time in each job", parse=whole(1), default=20)
     arch: str = option("model", default="resnet20")
-    batch_size: int = option("images per worker and pass", type=whole(2), default=32)
+    batch_size: int = option("images per worker and pass", parse=whole(2), default=32)
 
 
 def variants(sizes: tuple[int, ...]) -> dict[str, Variant]:

@@ -23,7 +23,7 @@ JOB = ("gloo", "400")  # steps before the kill
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option("rounds of both launchers", type=whole(1), default=5)
+    rounds: int = option("rounds of both launchers", parse=whole(1), default=5)
 
 
 def measure(options: Options, jobs: Jobs) -> Results:

@@ -28,9 +28,9 @@ VARIANTS = (NO_SAVE, THREAD, AT_ONCE)
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option("rounds of all variants", type=whole(1), default=5)
-    steps: int = option("steps of a block, and so of a save", type=whole(2), default=20)
-    folder: str | None = option("folder of the checkpoints (default: a temporary one)")
+    rounds: int = option("rounds of all variants", parse=whole(1), default=5)
+    steps: int = option("steps of a block, and so of a save", parse=whole(2), default=20)
+    folder: str | None = option("folder of the checkpoints (default: a temporary one)", value="DIR")
 
 
 def measure(options: Options, jobs: Jobs, training: list[str]) -> Result:

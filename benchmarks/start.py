@@ -37,10 +37,10 @@ LAUNCHERS = ("mpiddp", "torchrun")
 
 @dataclass(frozen=True)
 class Options:
-    ranks: tuple[int, ...] = option("numbers of ranks", type=wholes(1), default="2,4,8")
-    rounds: int = option("rounds of both launchers", type=whole(1), default=5)
-    variable: bool = option("the script sets a variable before torch", action="store_true", default=False)
-    on: str | None = option("start mpiddp alone, on these hosts", metavar="HOSTS")
+    ranks: tuple[int, ...] = option("numbers of ranks", parse=wholes(1), default="2,4,8")
+    rounds: int = option("rounds of both launchers", parse=whole(1), default=5)
+    variable: bool = option("the script sets a variable before torch", value="", default=False)
+    on: str | None = option("start mpiddp alone, on these hosts", value="HOSTS")
 
 
 class Timed(TypedDict):

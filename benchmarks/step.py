@@ -27,8 +27,8 @@ RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"
 @dataclass(frozen=True)
 class Options:
     # A block of 50 steps contains one log line, as in a training.
-    steps: int = option("steps per block", type=whole(4), default=50)
-    rounds: int = option("rounds; each loop runs once in each", type=whole(1), default=5)
+    steps: int = option("steps per block", parse=whole(4), default=50)
+    rounds: int = option("rounds; each loop runs once in each", parse=whole(1), default=5)
 
 
 class Results(TypedDict):

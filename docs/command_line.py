@@ -10,7 +10,10 @@ from pathlib import Path
 from unittest import mock
 
 from mpiddp import cli
+from mpiddp.bench import main as bench
+from mpiddp.checkpoints import main as checkpoints
 from mpiddp.cli import VERBS
+from mpiddp.hosts import main as hosts
 
 PAGE = Path(__file__).parent / "command-line.md"
 
@@ -30,11 +33,7 @@ name may be written with underscores (`--max_restarts`), and a time as `30s`, `1
 # Their --help leaves out the options that are rarely used.
 _WITH_HELP_ALL = ("launch", "train")
 # The verbs that have verbs of their own.
-_PARTS = {
-    "hosts": ("check", "keys", "push", "pull", "run"),
-    "checkpoints": ("list", "verify", "pin", "rewind", "prune", "export"),
-    "bench": ("allreduce", "scaling"),
-}
+PARTS = {"hosts": hosts.VERBS, "checkpoints": checkpoints.VERBS, "bench": bench.BENCHMARKS}
 
 
 def text() -> str:
@@ -42,12 +41,12 @@ def text() -> str:
     parts = [_HEAD.strip()]
     for verb, (_, line) in VERBS.items():
         parts.append(f"\n## mpiddp {verb}\n\n{line[0].upper()}{line[1:]}.")
-        for part in _PARTS.get(verb, ()):
+        for part in PARTS.get(verb, ()):
             parts.append(f"\n### mpiddp {verb} {part}")
             parts.append(_table(parser_of(verb, part)))
         if verb == "run":
             parts.append("\nWhere no launcher has started it as a rank, it has the options of `mpiddp launch`.")
-        elif verb not in _PARTS:
+        elif verb not in PARTS:
             parts.append(_table(parser_of(verb)))
     return "\n".join(parts) + "\n"
 

@@ -21,7 +21,7 @@ from mpiddp.hosts import allocations, gpus
 from mpiddp.launch.judge.events import Announcement, Phase, Record
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan import environment
-from mpiddp.launch.plan.options import option_parser
+from mpiddp.launch.plan.options import option_parser, variables_of_options
 from mpiddp.launch.run import outcome_file, status
 from mpiddp.protocol import variables
 from mpiddp.protocol.server import Event
@@ -78,13 +78,14 @@ of a GPU is in percent, and in the report it is the mean of an attempt.
 
 ## Environment variables
 
-You may set these variables:
+An option of `mpiddp launch` that takes one value may also stand in a variable: `MPIDDP_LOG_DIR=logs` is
+`--log-dir logs`. A `#:` line of the hostfile and the command line take precedence. These are the variables:
+{options}. Without `mpiddp launch`, as for `mpiddp run` under mpirun or for `mpiddp.init()`,
+{by_hand} hold as well.
+
+You may also set these variables:
 
 {settable}
-
-Without `mpiddp launch`, as for `mpiddp run` under mpirun or for `mpiddp.init()`, these stand for options:
-
-{by_hand}
 
 mpiddp sets these for a script, which may read them:
 
@@ -113,12 +114,8 @@ mpiddp has not started has only `stop_signal` and `no_dns`.
 {patches}
 """
 
-# Variables that stand for an option, whose help explains them, and those that do not.
-_OF_OPTIONS = {"MPIDDP_TIMEOUT": "--timeout", "MPIDDP_LOG_RANKS": "--log-ranks"}
-_BY_HAND = {
-    "MPIDDP_INTERFACE": "--interface",
-    "MPIDDP_LOG_DIR": "--log-dir",
-}  # launch reads no variable
+# Variables that stand for options of launch, and that a rank reads itself.
+_BY_HAND = ("MPIDDP_INTERFACE", "MPIDDP_LOG_DIR", "MPIDDP_TIMEOUT")
 _SETTABLE = {
     "MPIDDP_LOG_TO": "`--log-to`: the libraries, with blanks between them: `tensorboard wandb:my-project`",
     "MPIDDP_DATA": "`--data-dir` of `mpiddp train`: the folder of the data",
@@ -126,7 +123,6 @@ _SETTABLE = {
     "never, or auto, which is by default: if several ranks print",
     "MPIDDP_NO_PATCHES": "[patches](#patches) to leave out, or `all`",
     "MPIDDP_PYTHON": "the Python for the environment that `run.sh` makes",
-    "MPIDDP_MPIRUN": "the mpirun that `run.sh` is to use",
 }
 _READABLE = {
     "MPIDDP_RUN_ID": "the id of the run, which is the same in all attempts",
@@ -147,8 +143,9 @@ def text() -> str:
         launch=_block(_outcome()),
         causes=f"{', '.join(causes[:-1])} or {causes[-1]}",
         others="\n\n".join(f"{does}:\n\n{_block(document)}" for does, document in _others().items()),
-        settable=_table("variable | holds", {**_helps(_OF_OPTIONS), **_SETTABLE}),
-        by_hand=_table("variable | holds", _helps(_BY_HAND)),
+        settable=_table("variable | holds", _SETTABLE),
+        options=_listed(variables_of_options().values()),
+        by_hand=_listed(_BY_HAND),
         readable=_table("variable | holds", _READABLE),
         schedulers=_schedulers(),
         kept="\n".join(f"- {why}: {_listed(names)}." for why, names in _kept().items()),
@@ -262,13 +259,6 @@ def _kept() -> dict[str, list[str]]:
     }
 
 
-def _helps(options: Mapping[str, str]) -> dict[str, str]:
-    """The help of the option of each variable."""
-    actions = option_parser()._actions
-    helps = {flag: str(action.help) for action in actions for flag in action.option_strings}
-    return {name: f"`{flag}`: {helps[flag]}" for name, flag in options.items()}
-
-
 def _names() -> set[str]:
     """Every variable of mpiddp."""
     values = {value for value in vars(variables).values() if isinstance(value, str)}
@@ -276,7 +266,7 @@ def _names() -> set[str]:
 
 
 def _public() -> set[str]:
-    return {*_OF_OPTIONS, *_BY_HAND, *_SETTABLE, *_READABLE}
+    return {*variables_of_options().values(), *_SETTABLE, *_READABLE}
 
 
 def expanded(pattern: str) -> list[str]:

@@ -6,10 +6,10 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
@@ -29,10 +29,60 @@ def examples(prog: str) -> str:
     return "\n".join(line for line in lines if f"{prog} " in f"{line} ".partition("&&")[0])
 
 
+class Option:
+    """An option of a verb, or an argument, whose name has no dash. It is a switch if it has no value.
+
+    `value` is the name of its value in the help, and `parse` makes the value of a text, or raises
+    ArgumentTypeError. `also` are spellings of other launchers, which no help lists. `more` is argparse's.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        value: str = "",
+        parse: Callable[[str], Any] = str,
+        choices: Sequence[str] = (),
+        repeats: bool = False,
+        also: Sequence[str] = (),
+        **more: Any,
+    ) -> None:
+        self.names, self.also, self.repeats, self._more = names, also, repeats, more
+        self.value, self.parse, self._choices = value or "|".join(choices), parse, choices
+
+    def add_to(self, parser: argparse._ActionsContainer, **more: Any) -> argparse.Action:
+        more = {**self._more, **more}
+        flags = [*self.names, *self.also]
+        flags += [f"--{flag[2:].replace('-', '_')}" for flag in flags if "-" in flag[2:]]
+        if not self.value:
+            more["action"] = "store_false" if more.get("default") else "store_true"
+        elif self._choices:
+            more["choices"] = self._choices
+        else:
+            more |= {"metavar": self.value, "type": self.parse}
+        if self.repeats:
+            more |= {"action": "append", "default": []}
+        action = parser.add_argument(*flags, **more)
+        if action.option_strings:
+            action.option_strings = [*self.names]
+        return action
+
+    def parsed(self, text: str, source: str) -> Any:
+        """The value of a text of this source. Raises UserError."""
+        if self._choices and text not in self._choices:
+            raise UserError(f"{source}: expected {', '.join(self._choices)}, not {shown(text)!r}.")
+        try:
+            return self.parse(text)
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{source}: {error}.") from None
+
+
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse that raises its errors as UserError, without printing the usage."""
 
     elsewhere: Mapping[str, str] = MappingProxyType({})  # hints, by patterns of misplaced options
+
+    def __init__(self, *, allow_abbrev: bool = False, **more: Any) -> None:
+        super().__init__(allow_abbrev=allow_abbrev, **more)
 
     def format_help(self) -> str:
         usage, _, rest = super().format_help().partition("\n\n")
@@ -63,6 +113,26 @@ class OneSentenceParser(argparse.ArgumentParser):
 def _long(option: str) -> str:
     """The option with two dashes, if its name has more than one letter."""
     return re.sub("^-(?=[a-z]{2})", "--", option)
+
+
+class Verb(NamedTuple):
+    """A verb of a verb, such as `push` of `mpiddp hosts`. examples.txt has its examples."""
+
+    purpose: str
+    run: Callable[..., int]  # gets the parsed options, and returns the exit code
+    options: Sequence[Option] = ()
+    arguments: str = ""  # as its usage shows them, if argparse would not
+
+
+def add_verbs(parser: argparse.ArgumentParser, verbs: Mapping[str, Verb]) -> Mapping[str, Any]:
+    """Add these verbs. Returns their parsers. The value `verb` is the name of the one that is typed."""
+    added = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    for name, verb in verbs.items():
+        usage = f"{parser.prog} {name} [options] {verb.arguments}" if verb.arguments else None
+        of_verb = added.add_parser(name, help=verb.purpose, description=f"{verb.purpose}.", usage=usage)
+        for option in verb.options:
+            option.add_to(of_verb)
+    return added.choices
 
 
 def whole(low: int) -> Callable[[str], int]:

@@ -24,10 +24,10 @@ VERBS = {
     "logs": ("watch.logs_and_wait:logs", "print what a job of launch --detach prints"),
     "wait": ("watch.logs_and_wait:wait", "wait until a job of launch --detach has ended"),
     "stop": ("watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
-    "hosts": ("hosts.main", "check hostfiles; log in, push a folder, run a command, pull a run"),
+    "hosts": ("hosts.main", "check hosts, and work on all of them"),
     "doctor": ("doctor.main", "check the hosts before a job"),
     "explain": ("explain.main", "say why a job failed, from its log"),
-    "checkpoints": ("checkpoints.main", "list, verify, keep, rewind and export checkpoints"),
+    "checkpoints": ("checkpoints.main", "look after the checkpoints of a run"),
     "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
     "bench": ("bench.main", "measure how a script scales, and the all-reduce"),
 }

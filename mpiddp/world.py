@@ -249,6 +249,8 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     if was_joined:
         leave_launchers(env)
         del env[ours.RUN_ID]
+        for name in (ours.INTERFACE, ours.LOG_DIR, ours.LOST_AFTER, ours.MAX_RESTARTS, ours.TIMEOUT):
+            env.pop(name, None)  # they would be options of the new job
     # A launcher sets all of these, or the first two. Fewer are left over in a shell.
     complete = next((names for names in (TORCH, TORCH[:2]) if {*names} <= env.keys()), ())
     for name in {*TORCH} - {*complete}:

@@ -16,11 +16,11 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from mpiddp.arguments import duration, whole
+from mpiddp.arguments import Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
-from mpiddp.bench.measured_jobs import Result, aligned, emit, machine, new_parser, plan_jobs, spread
+from mpiddp.bench.measured_jobs import Result, aligned, emit, machine, new_parser, plan_jobs, spread, values_of
 from mpiddp.errors import print_error
-from mpiddp.hosts.where import add_file, settle
+from mpiddp.hosts.where import FILE, settle
 from mpiddp.text import counted, shown
 
 if TYPE_CHECKING:
@@ -41,25 +41,22 @@ def size_bytes(text: str) -> int:
     return size
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "backend": {
-        "help": "one of them (default: both if there are GPUs)",
-        "choices": ("gloo", "nccl"),
-    },
-    "max_size": {"help": "largest message", "type": size_bytes, "default": "1G"},
-    "seconds": {"help": "time for each size", "type": duration, "default": 1.0},
-    "repeats": {"help": "least repeats of a size", "type": whole(1), "default": 5},
-}
+OPTIONS = [
+    Option("--backend", choices=("gloo", "nccl"), help="one of them (default: both if there are GPUs)"),
+    Option("--max-size", value="SIZE", parse=size_bytes, default="1G", help="largest message (default: 1G)"),
+    Option("--seconds", value="TIME", parse=duration, default=1.0, help="time for each size (default: 1 s)"),
+    Option("--repeats", value="N", parse=whole(1), default=5, help="least repeats of a size (default: 5)"),
+]
 
 
 def main(argv: list[str]) -> int:
     """Run `mpiddp bench allreduce ARGV`; see `mpiddp.bench.main`."""
     prog, job = "mpiddp bench allreduce", ("-m", "mpiddp.bench.allreduce")
     parser, where = new_parser(prog, BENCHMARKS["allreduce"], OPTIONS)
-    add_file(parser)
+    FILE.add_to(parser)
     values = parser.parse_args(argv)
     settle(values)
-    options = {name: getattr(values, name) for name in OPTIONS}
+    options = values_of(OPTIONS, values)
     jobs = plan_jobs(prog, argv, values, where, job, least_ranks=2)
 
     def measure() -> Any:

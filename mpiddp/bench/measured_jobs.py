@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mpiddp.arguments import OURS, OneSentenceParser, as_arguments, duration
+from mpiddp.arguments import OURS, OneSentenceParser, Option, as_arguments, duration
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by, print_error
 from mpiddp.hosts.facts import package_version
 from mpiddp.hosts.gpus import read_gpus
@@ -48,29 +48,31 @@ class BenchJobFailed(Exception):
         self.code = code
 
 
-def new_parser(
-    prog: str, purpose: str, options: Mapping[str, Mapping[str, Any]]
-) -> tuple[OneSentenceParser, list[argparse.Action]]:
+def new_parser(prog: str, purpose: str, options: Iterable[Option]) -> tuple[OneSentenceParser, list[argparse.Action]]:
     """A parser with these options of a benchmark, and its options that are `mpiddp launch`'s."""
     parser = OneSentenceParser(
         prog=prog,
         description=f"Measure {purpose}; print a table and write {_name(prog)}.json.",
-        allow_abbrev=False,
         conflict_handler="resolve",  # --timeout limits a job here
         add_help=False,
     )
     add_help(parser)
     where = add_options(parser, "where", "how")
     group = parser.add_argument_group("the benchmark")
-    for name, keywords in options.items():
-        default = f" (default: {keywords['default']})" if "default" in keywords else ""
-        more = {**keywords, "help": f"{keywords['help']}{default}"}
-        group.add_argument(f"--{name.replace('_', '-')}", **more)
-    limit = "time limit of one job (default: 600)"
-    group.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
-    out = "folder of the results (default: bench/<time>-<name>)"
-    group.add_argument("--out", metavar="DIR", help=out)
+    limit, out = "time limit of one job (default: 10m)", "folder of the results (default: bench/<time>-<name>)"
+    for option in (
+        *options,
+        Option("--timeout", value="TIME", parse=duration, default=600.0, help=limit),
+        Option("--out", value="DIR", help=out),
+    ):
+        option.add_to(group)
     return parser, [action for action in where if action.option_strings]  # without a --timeout
+
+
+def values_of(options: Iterable[Option], values: argparse.Namespace) -> dict[str, Any]:
+    """The values of these options, by their names."""
+    names = [option.names[0].removeprefix("--").replace("-", "_") for option in options]
+    return {name: getattr(values, name) for name in names}
 
 
 def _name(prog: str) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import time
 from typing import Any, NamedTuple, TypedDict
 
-from mpiddp.arguments import OUT, duration, whole
+from mpiddp.arguments import OUT, Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
 from mpiddp.bench.measured_jobs import (
     BenchJobFailed,
@@ -24,6 +24,7 @@ from mpiddp.bench.measured_jobs import (
     plan_jobs,
     spread,
     started,
+    values_of,
 )
 from mpiddp.errors import UserError, print_error
 from mpiddp.protocol.channel import VIEW_JOB
@@ -34,18 +35,16 @@ from mpiddp.watch.running_jobs import RunningJob, running_jobs
 WARMUP_STEPS = 3
 _POLL_S = 0.5  # a rank reports its step twice a second
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ranks": {
-        "help": "numbers of ranks (default: 1, 2, 4, … and all slots)",
-        "type": lambda text: sorted({whole(1)(part) for part in text.split(",")}),
-    },
-    "rounds": {"help": "rounds of all numbers of ranks", "type": whole(1), "default": 3},
-    "seconds": {
-        "help": "time of the steps to measure in each job",
-        "type": duration,
-        "default": 20.0,
-    },
-}
+
+def _numbers(text: str) -> list[int]:
+    return sorted({whole(1)(part) for part in text.split(",")})
+
+
+OPTIONS = [
+    Option("--ranks", value="N,N", parse=_numbers, help="numbers of ranks (default: 1, 2, 4, … and all slots)"),
+    Option("--rounds", value="N", parse=whole(1), default=3, help="rounds of all numbers of ranks (default: 3)"),
+    Option("--seconds", value="TIME", parse=duration, default=20.0, help="time of steps in each job (default: 20 s)"),
+]
 
 
 def main(argv: list[str]) -> int:
@@ -81,7 +80,7 @@ def main(argv: list[str]) -> int:
         print_error(f"scaling: {of_rounds}: {speed}")
         return result
 
-    options = {**{name: getattr(values, name) for name in OPTIONS}, "arguments": script}
+    options = {**values_of(OPTIONS, values), "arguments": script}
     return jobs.report(options, measure, table)
 
 

@@ -1,14 +1,6 @@
-"""`mpiddp checkpoints`: list, verify, pin, rewind, prune and export the checkpoints of a run.
+"""`mpiddp checkpoints`: look after the checkpoints of a run. VERBS has what it can do.
 
-    mpiddp checkpoints list runs/a
-    mpiddp checkpoints verify runs/a/checkpoints/step_00001000
-    mpiddp checkpoints pin runs/a 1000                       # no run removes it
-    mpiddp checkpoints rewind runs/a 1000                    # the next resume begins there
-    mpiddp checkpoints prune runs/a --keep 2
-    mpiddp checkpoints export runs/a whole                   # or --to dcp, --to safetensors
-
-DIR is a run's folder, a folder of checkpoints, one checkpoint, or an address of these in object storage. Only
-`export` needs torch.
+Only `export` needs torch.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import OneSentenceParser, Option, Verb, add_verbs, whole
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import BrokenCheckpoint, hold, step_of
 from mpiddp.checkpoints.place import Place
@@ -33,22 +25,11 @@ from mpiddp.text import listed, size_text
 
 def main(argv: list[str]) -> int:
     """Run `mpiddp checkpoints ARGV`. The exit code is 1 if `verify` finds a broken checkpoint, else 0."""
-    options = _parse(argv)
+    parser = OneSentenceParser(prog="mpiddp checkpoints", description="Look after the checkpoints of a run.")
+    add_verbs(parser, VERBS)
+    options = parser.parse_args(argv)
     with named_by(""):
-        if options.verb == "export":
-            return _export(options.dir, Path(options.out), options.to)
-        place = Place.at(options.dir)
-        if options.verb == "prune":
-            return _prune(options.dir, place, options.keep)
-        if options.verb in ("pin", "rewind"):
-            return _mark(options.dir, place, options.verb, options.step)
-        if options.verb == "list":
-            return _list(place)
-        codes = []
-        for folder in place.checkpoints:
-            place.fetch(folder)
-            codes += [_verify(folder) for _ in _held(folder)]
-        return max(codes, default=0)
+        return VERBS[options.verb].run(options)
 
 
 def _held(folder: Path) -> Iterator[None]:
@@ -63,11 +44,12 @@ def _held(folder: Path) -> Iterator[None]:
         yield
 
 
-def _list(place: Place) -> int:
+def _list(options: argparse.Namespace) -> int:
     """Print name, size, time and state of each checkpoint, and what the wishes of its run say of it.
 
     The state compares sizes only.
     """
+    place = Place.at(options.dir)
     wishes, bucket = place.wishes(), place.bucket
     best = wishes.best_step([step_of(folder) for folder in place.checkpoints])
     for folder in (*place.checkpoints, *place.aside):
@@ -87,7 +69,15 @@ def _list(place: Place) -> int:
     return 0
 
 
-def _verify(folder: Path) -> int:
+def _verify(options: argparse.Namespace) -> int:
+    place, codes = Place.at(options.dir), []
+    for folder in place.checkpoints:
+        place.fetch(folder)
+        codes += [_verify_one(folder) for _ in _held(folder)]
+    return max(codes, default=0)
+
+
+def _verify_one(folder: Path) -> int:
     try:
         missing = folders.verify(folder).lacking
     except BrokenCheckpoint as error:
@@ -98,72 +88,63 @@ def _verify(folder: Path) -> int:
     return 0
 
 
-def _prune(path: str, place: Place, keep: int | None) -> int:
+def _prune(options: argparse.Namespace) -> int:
     """Remove what the run would remove, with another number of newest checkpoints if the user names one."""
+    path, place = options.dir, Place.at(options.dir)
     if place.bucket:
         raise UserError(f"{path}: prune expects a local folder: the run prunes its bucket.")
     if place.checkpoints == [Path(path).resolve()]:
         raise UserError(f"{path} is one checkpoint. Expected a run's folder or a folder of checkpoints.")
     wishes = place.wishes()
-    if keep is not None:
-        wishes = replace(wishes, keep=keep)
+    if options.keep is not None:
+        wishes = replace(wishes, keep=options.keep)
     root = place.checkpoints[0].parent
     for folder in prune(root, wishes, is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
 
-def _mark(path: str, place: Place, verb: str, step: int) -> int:
+def _mark(options: argparse.Namespace) -> int:
     """Pin a checkpoint until the user removes the file, or let the next resume of the run begin there."""
+    place = Place.at(options.dir)
     names = [folder.name for folder in place.checkpoints]
-    name = folders.name_of_step(step)
+    name = folders.name_of_step(options.step)
     if name not in names:
-        raise UserError(f"{path} has no {name}. It has: {listed(names)}.")
-    if verb == "pin":
+        raise UserError(f"{options.dir} has no {name}. It has: {listed(names)}.")
+    if options.verb == "pin":
         done = f"pinned. To unpin it, remove {place.write(f'{PINS}/{name}', '')}"
     else:
-        place.write(REWIND, f"{step}\n")
+        place.write(REWIND, f"{options.step}\n")
         done = "the next resume begins here, on all hosts"
     print(f"checkpoint {name}: {done}")
     return 0
 
 
-def _export(path: str, out: Path, to: str) -> int:
+def _export(options: argparse.Namespace) -> int:
     from mpiddp.checkpoints.load import export  # needs torch
 
     for ending in (signal.SIGTERM, signal.SIGHUP):  # a part of the export must not remain
         if signal.getsignal(ending) is signal.SIG_DFL:  # not under nohup
             signal.signal(ending, lambda number, _: sys.exit(128 + number))
-    saved = export(path, out, to)
+    saved = export(options.dir, Path(options.out), options.to)
     name = folders.name_of_step(saved.step)
-    print(f"checkpoint {name}: written to {out} as {to}, with {listed(list(saved.state))}")
+    print(f"checkpoint {name}: written to {Path(options.out)} as {options.to}, with {listed(list(saved.state))}")
     return 0
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = OneSentenceParser(
-        prog="mpiddp checkpoints",
-        description="List, verify, pin, rewind, prune and export checkpoints.",
-        allow_abbrev=False,
-    )
-    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-    added = {}
-    for name, purpose in (
-        ("list", "Print name, size, time and state of each checkpoint"),
-        ("verify", "Verify every file against its SHA-256; exit code 1 if one is broken"),
-        ("pin", "Keep a checkpoint from being removed"),
-        ("rewind", "Let the next resume of the run begin at a step, once"),
-        ("prune", "Remove the checkpoints that the run would not keep"),
-        ("export", "Write a checkpoint with every tensor in one piece, for other programs"),
-    ):
-        added[name] = verbs.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)
-        added[name].add_argument("dir", metavar="DIR")
-    keep = "number of verified checkpoints to keep (default: as the run does)"
-    added["prune"].add_argument("--keep", type=whole(1), metavar="N", help=keep)
-    for name in ("pin", "rewind"):
-        added[name].add_argument("step", type=whole(0), metavar="STEP", help="its step")
-    added["export"].add_argument("out", metavar="OUT", help="a new folder for the checkpoint")
-    formats = "torch (files for torch.load, the default), dcp (torch.distributed.checkpoint) or safetensors"
-    choices = ("torch", "dcp", "safetensors")
-    added["export"].add_argument("--to", choices=choices, default="torch", help=formats)
-    return parser.parse_args(argv)
+_DIR = Option("dir", value="DIR", help="a run's folder, or one of checkpoints, a checkpoint, or an address of these")
+_STEP = Option("step", value="STEP", parse=whole(0), help="its step")
+_KEEP = Option("--keep", value="N", parse=whole(1), help="number of verified checkpoints (default: as the run does)")
+_OUT = Option("out", value="OUT", help="a new folder for the checkpoint")
+_FORMATS = "torch (files for torch.load, the default), dcp (torch.distributed.checkpoint) or safetensors"
+_TO = Option("--to", choices=("torch", "dcp", "safetensors"), default="torch", help=_FORMATS)
+_WHOLE = "Write a checkpoint with every tensor in one piece, for other programs"
+
+VERBS = {
+    "list": Verb("Print name, size, time and state of each checkpoint", _list, [_DIR]),
+    "verify": Verb("Verify every file against its SHA-256; exit code 1 if one is broken", _verify, [_DIR]),
+    "pin": Verb("Keep a checkpoint from being removed", _mark, [_DIR, _STEP]),
+    "rewind": Verb("Let the next resume of the run begin at a step, once", _mark, [_DIR, _STEP]),
+    "prune": Verb("Remove the checkpoints that the run would not keep", _prune, [_DIR, _KEEP]),
+    "export": Verb(_WHOLE, _export, [_DIR, _OUT, _TO]),
+}

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mpiddp.arguments import OURS, OneSentenceParser, as_arguments
+from mpiddp.arguments import OURS, OneSentenceParser, Option, as_arguments
 from mpiddp.doctor import compare, there, trial_job
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.errors import DONE, FAILED, UserError
@@ -35,7 +35,7 @@ from mpiddp.hosts import interfaces, program_files, reachability
 from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
-from mpiddp.hosts.where import add_file, settle
+from mpiddp.hosts.where import FILE, settle
 from mpiddp.launch.judge.hangs import HUNG
 from mpiddp.launch.plan import job_plan, preflight
 from mpiddp.launch.plan.command import Request
@@ -117,15 +117,16 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Check the hosts of a job, and all pairs of them: names, ssh, versions, GPUs, limits, "
         "folders, the network, and a small real job. Each line is ok, warn, fail or unknown.",
         epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 it could not run.",
-        allow_abbrev=False,
     )
     where = add_options(parser, "hostfile", "host_list", "mpirun", "interface", "login_s")
-    add_file(parser)
-    add = parser.add_argument
-    add("--script", metavar="FILE", help="compare this script on all hosts")
-    add("--data", metavar="DIR", help="check this folder of data on all hosts")
-    add("--quick", action="store_true", help="the preflight of a launch alone")
-    add("--json", action="store_true", help="print JSON")
+    for option in (
+        FILE,
+        Option("--script", value="FILE", help="compare this script on all hosts"),
+        Option("--data", value="DIR", help="check this folder of data on all hosts"),
+        Option("--quick", help="the preflight of a launch alone"),
+        Option("--json", help="print JSON"),
+    ):
+        option.add_to(parser)
     settle(options := parser.parse_args(argv))
     return options, as_arguments(where, options)
 

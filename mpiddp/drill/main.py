@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mpiddp.arguments import OUT, as_arguments, whole
+from mpiddp.arguments import OUT, Option, as_arguments, whole
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.findings import Result, judge, judge_undisturbed
 from mpiddp.drill.rehearse import Drill, LaunchCommand
@@ -108,15 +108,18 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, LaunchCommand]:
         "Takes the options of mpiddp launch too: mpiddp launch --help-all\n"
         "Exit codes: 0 all faults passed, 1 one did not, 2 bad input."
     )
-    add = parser.add_argument_group("the drill").add_argument
+    group = parser.add_argument_group("the drill")
     steps = "end every run after N steps (default: where the script ends)"
-    add("--steps", type=whole(2), default=0, metavar="N", help=steps)
     only = f"the faults, or none, by default all of: {', '.join(NAMES)}"
-    add("--only", type=_faults, default=FAULTS, metavar="FAULT,FAULT", help=only)
-    add("--seed", type=whole(0), metavar="K", help="seed of the steps and ranks (default: random)")
     work = "a new folder for the runs, which all hosts see (default: a temporary one)"
-    add("--work", metavar="DIR", help=work)
-    add("--json", action="store_true", help="print the results as JSON")
+    for option in (
+        Option("--steps", value="N", parse=whole(2), default=0, help=steps),
+        Option("--only", value="FAULT,FAULT", parse=_faults, default=FAULTS, help=only),
+        Option("--seed", value="K", parse=whole(0), help="seed of the steps and ranks (default: random)"),
+        Option("--work", value="DIR", help=work),
+        Option("--json", help="print the results as JSON"),
+    ):
+        option.add_to(group)
     values = parser.parse_args(argv)
     return values, _command(values, of_launch)
 

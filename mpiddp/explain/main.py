@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from mpiddp.arguments import OneSentenceParser
+from mpiddp.arguments import OneSentenceParser, Option
 from mpiddp.errors import DONE, FAILED, UserError, named_by
 from mpiddp.explain.explain import OURS, Explanation, explain_file
 from mpiddp.explain.failures import FAILURES, PROGRAMS
@@ -32,9 +32,8 @@ def main(argv: list[str]) -> int:
         description="Say why a job failed, from its log: the root cause, what fixes it, and what else is in "
         "it. For logs of mpiddp, mpirun, torchrun and Slurm. The id of a known failure is explained too.",
         epilog="Exit codes: 0 explained, 1 nothing failed or nothing known in it, 2 no such log.",
-        allow_abbrev=False,
     )
-    parser.add_argument("log", metavar="LOGFILE", help="a file, - for stdin, or an id")
+    Option("log", value="LOGFILE", help="a file, - for stdin, or an id").add_to(parser)
     name: str = parser.parse_args(argv).log
     if name != "-" and re.fullmatch("[a-z-]+", name) and not Path(name).exists():
         return _explain_id(name)

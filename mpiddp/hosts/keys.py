@@ -17,18 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.complaints import Answer, failure_of, settings
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import ask_hosts, other_hosts
 from mpiddp.hosts.transport import Transport
-from mpiddp.hosts.where import add_file
 from mpiddp.text import with_fix
-
-
-def add_arguments(parser: OneSentenceParser) -> None:
-    add_file(parser)
 
 
 def main(_: argparse.Namespace, hosts: Hosts) -> int:

@@ -1,28 +1,15 @@
-"""`mpiddp hosts`: check a hostfile or an allocation, and work on its hosts.
-
-    mpiddp hosts check hostfiles/two_nodes
-
-The modules of keys, push, pull and run have their own examples.
-"""
+"""`mpiddp hosts`: check a hostfile or an allocation, and work on its hosts. VERBS has what it can do."""
 
 from __future__ import annotations
 
 import argparse
 import os
 
-from mpiddp.arguments import OneSentenceParser
+from mpiddp.arguments import OneSentenceParser, Verb, add_verbs
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts import keys, pull, push, run_command, where
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.text import align_columns, counted, escaped
-
-# verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
-OVER_SSH = {
-    "keys": (keys, "Make ssh reach every host without a password"),
-    "push": (push, "Make a folder, with its environment, the same on every host"),
-    "pull": (pull, "Bring the folder of a run home from every host"),
-    "run": (run_command, "Run a command on every host"),
-}
 
 
 def main(argv: list[str]) -> int:
@@ -34,34 +21,21 @@ def main(argv: list[str]) -> int:
             f"mpiddp hosts {options.verb}: on which hosts?",
             fix="FILE, --hostfile FILE or -H node1,node2",
         )
-    if options.verb == "check":
-        print(table(hosts))
-        return DONE
-    return int(OVER_SSH[options.verb][0].main(options, hosts))
+    return VERBS[options.verb].run(options, hosts)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = OneSentenceParser(
-        prog="mpiddp hosts",
-        allow_abbrev=False,
-        description="Check hostfiles, and work on their hosts over ssh.",
-    )
-    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-
-    def verb(name: str, purpose: str) -> OneSentenceParser:
-        parser = verbs.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)
-        where.add_options(parser)
-        return parser
-
-    where.add_file(verb("check", "Print a table of the hosts and their slots, or the first error"))
-    for name, (module, purpose) in OVER_SSH.items():
-        module.add_arguments(verb(name, purpose))
+    parser = OneSentenceParser(prog="mpiddp hosts", description="Check hostfiles, and work on their hosts over ssh.")
+    parsers = add_verbs(parser, VERBS)
+    for of_verb in parsers.values():
+        where.add_options(of_verb)
+    parsers["run"].elsewhere = {"[^-].*": "write -- before the command"}
     before, command = argv, []
     if argv[:1] == ["run"] and "--" in argv:  # the command stands behind it
         before, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    if before[:1] and before[0] in OVER_SSH:  # options may stand between FILE and the folders
+    if before[:1] and before[0] in VERBS:  # options may stand between FILE and the folders
         values = argparse.Namespace(verb=before[0], command=command, file=None)
-        options = verbs.choices[before[0]].parse_intermixed_args(before[1:], values)
+        options: argparse.Namespace = parsers[before[0]].parse_intermixed_args(before[1:], values)
     else:
         options = parser.parse_args(argv)
     if hasattr(options, "folders"):
@@ -82,6 +56,11 @@ def _take_file(options: argparse.Namespace) -> None:
         options.file = folders.pop(0)
 
 
+def _check(_: argparse.Namespace, hosts: Hosts) -> int:
+    print(table(hosts))
+    return DONE
+
+
 def table(hosts: Hosts) -> str:
     """The hosts in the order of their ranks, the totals, and the lines #: of the file."""
     rows = [("host", " slots", "user", "port")]  # " slots" is as wide as the largest count
@@ -97,3 +76,12 @@ def table(hosts: Hosts) -> str:
         total += f", and one per GPU of {', '.join(without)} (1 on a CPU host)"
     options = [f"{hosts.source}:{number}: #: {escaped(text)}" for number, text in hosts.options]
     return "\n".join([align_columns(rows, right=(1,)), total, *options])
+
+
+VERBS = {
+    "check": Verb("Print a table of the hosts and their slots, or the first error", _check, [where.FILE]),
+    "keys": Verb("Make ssh reach every host without a password", keys.main, [where.FILE]),
+    "push": Verb(push.PURPOSE, push.main, push.OPTIONS, "[FILE] [FOLDER ...]"),
+    "pull": Verb("Bring the folder of a run home from every host", pull.main, pull.OPTIONS, "[FILE] FOLDER"),
+    "run": Verb("Run a command on every host", run_command.main, run_command.OPTIONS, "[FILE] -- COMMAND [ARGS ...]"),
+}

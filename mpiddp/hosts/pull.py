@@ -13,7 +13,7 @@ import argparse
 import os
 from pathlib import Path
 
-from mpiddp.arguments import OneSentenceParser
+from mpiddp.arguments import Option
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts import push, pushed
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -24,10 +24,7 @@ from mpiddp.text import counted, listed, shown, size_text
 _OF_A_RUN = ("--no-links", "--no-devices", "--no-specials", "--prune-empty-dirs", "--exclude=.*")
 
 
-def add_arguments(parser: OneSentenceParser) -> None:
-    parser.usage = "mpiddp hosts pull [options] [FILE] FOLDER"
-    where = "the folder of the run, at the same path on every host"
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=where)
+OPTIONS = [Option("folders", value="FOLDER", nargs="+", help="the folder of the run, at the same path on every host")]
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:

@@ -28,7 +28,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import Option, whole
 from mpiddp.errors import DONE, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts import pushed
 from mpiddp.hosts.complaints import Answer, failure_of, ssh_complaint
@@ -58,27 +58,6 @@ _RSYNC_THERE = (
 )
 
 
-def add_arguments(parser: OneSentenceParser) -> None:
-    parser.usage = "mpiddp hosts push [options] [FILE] [FOLDER ...]"
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        default=[],  # else Python before 3.12 demands one
-        metavar="FOLDER",
-        help="the folders to push (default: this one, and the environment that runs this command)",
-    )
-    parser.add_argument(
-        "--leave-out",
-        action="append",
-        type=_entry,
-        default=[],
-        metavar="NAME",
-        help=f"leave out this entry of a folder, such as {', '.join(LEFT_OUT[:3])} (repeatable)",
-    )
-    goes_on = "go on without hosts that fail, as long as H hosts remain"
-    parser.add_argument("--min-hosts", type=whole(1), metavar="H", help=goes_on)
-
-
 def parse_folder(text: str) -> str:
     """The path of a folder. "" is refused, because a variable that is not set would push this one."""
     if not text:
@@ -92,6 +71,18 @@ def _entry(text: str) -> str:
     if not name or "/" in name:
         raise argparse.ArgumentTypeError(f"expected a name without a folder, not {shown(text)!r}")
     return name
+
+
+PURPOSE = "Make a folder, with its environment, the same on every host"
+_FOLDERS = "the folders to push (default: this one, and the environment that runs this command)"
+_LEAVE_OUT = f"leave out this entry of a folder, such as {', '.join(LEFT_OUT[:3])} (repeatable)"
+_GOES_ON = "go on without hosts that fail, as long as H hosts remain"
+OPTIONS = [
+    # Without a default, Python before 3.12 demands one.
+    Option("folders", value="FOLDER", nargs="*", default=[], help=_FOLDERS),
+    Option("--leave-out", value="NAME", parse=_entry, repeats=True, help=_LEAVE_OUT),
+    Option("--min-hosts", value="H", parse=whole(1), help=_GOES_ON),
+]
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:

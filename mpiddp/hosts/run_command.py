@@ -17,13 +17,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from mpiddp.arguments import OneSentenceParser, duration
+from mpiddp.arguments import Option, duration
 from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import ask_hosts
-from mpiddp.hosts.where import add_file
+from mpiddp.hosts.where import FILE
 from mpiddp.text import escaped, names_by_value
 
 # It begins the agent's last line, on stderr. No command prints it by chance.
@@ -71,11 +71,7 @@ sys.exit(code)
 """
 
 
-def add_arguments(parser: OneSentenceParser) -> None:
-    parser.usage = "mpiddp hosts run [options] [FILE] -- COMMAND [ARGS ...]"
-    parser.elsewhere = {"[^-].*": "write -- before the command"}
-    add_file(parser)
-    parser.add_argument("--timeout", type=duration, metavar="30s", help="end the command after this time")
+OPTIONS = [FILE, Option("--timeout", value="30s", parse=duration, help="end the command after this time")]
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from mpiddp.arguments import duration
+from mpiddp.arguments import Option, duration
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.hostfile import Hosts, parse_host_list, read_hostfile
@@ -33,22 +33,16 @@ _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --hostfile, -H and --login-timeout."""
     group = parser.add_argument_group("where (default: the scheduler's allocation)")
-    add = group.add_argument
-    add("--hostfile", metavar="FILE", help="file of hosts and slots; FILE alone means the same")
-    add("-H", dest="host_list", metavar="HOSTS", help="hosts: node1:2,node2:4, or @NAME")
-    add(
-        "--login-timeout",
-        dest="login_s",
-        type=duration,
-        default=SSH.login_s,
-        metavar="TIME",
-        help=f"time that a login over ssh may take (default: {SSH.login_s:g} s)",
-    )
+    limit = f"time that a login over ssh may take (default: {SSH.login_s:g} s)"
+    for option in (
+        Option("--hostfile", value="FILE", help="file of hosts and slots; FILE alone means the same"),
+        Option("-H", value="HOSTS", dest="host_list", help="hosts: node1:2,node2:4, or @NAME"),
+        Option("--login-timeout", value="TIME", parse=duration, dest="login_s", default=SSH.login_s, help=limit),
+    ):
+        option.add_to(group)
 
 
-def add_file(parser: argparse.ArgumentParser) -> None:
-    """Add the argument FILE, which means --hostfile FILE."""
-    parser.add_argument("file", nargs="?", metavar="FILE", help="the same as --hostfile FILE")
+FILE = Option("file", value="FILE", nargs="?", help="the same as --hostfile FILE")
 
 
 def settle(options: argparse.Namespace) -> None:

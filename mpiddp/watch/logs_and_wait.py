@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 
+from mpiddp.arguments import Option
 from mpiddp.errors import DONE, FAILED, INTERRUPTED, print_error
 from mpiddp.watch.detached import DetachedJob, read_log
 from mpiddp.watch.running_jobs import find_detached, job_parser
@@ -16,9 +17,8 @@ _DEFAULT = "the only one that runs, or else the latest"
 def logs(argv: list[str]) -> int:
     """Run `mpiddp logs ARGV`. Raises UserError for bad usage, or no such job."""
     purpose = "Print the output of a job that was started with --detach."
-    parser = job_parser("logs", purpose, _DEFAULT)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, or Ctrl-C")
-    options = parser.parse_args(argv)
+    follow = Option("-f", "--follow", help="go on until the job ends, or Ctrl-C")
+    options = job_parser("logs", purpose, follow, default=_DEFAULT).parse_args(argv)
     job = find_detached(options.job)
     reader = select.poll()
     reader.register(1, 0)  # poll always reports that a reader has gone, as in `| head`
@@ -36,7 +36,7 @@ def logs(argv: list[str]) -> int:
 def wait(argv: list[str]) -> int:
     """Run `mpiddp wait ARGV`. The exit code is the job's. Raises UserError for bad usage, or no such job."""
     purpose = "Wait until a job that was started with --detach has ended. The exit code is the job's."
-    job = find_detached(job_parser("wait", purpose, _DEFAULT).parse_args(argv).job)
+    job = find_detached(job_parser("wait", purpose, default=_DEFAULT).parse_args(argv).job)
     try:
         job.wait()
     except KeyboardInterrupt:

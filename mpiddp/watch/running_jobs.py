@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpiddp.arguments import OneSentenceParser
+from mpiddp.arguments import OneSentenceParser, Option
 from mpiddp.errors import UserError
 from mpiddp.hosts.private import is_private
 from mpiddp.hosts.processes import state_of
@@ -71,9 +71,10 @@ class RunningJob:
 _AnyJob = TypeVar("_AnyJob", RunningJob, DetachedJob)
 
 
-def job_parser(verb: str, purpose: str, default: str = "the only one that runs") -> OneSentenceParser:
-    parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose, allow_abbrev=False)
-    parser.add_argument("job", nargs="?", metavar="JOB", help=f"pid or name (default: {default})")
+def job_parser(verb: str, purpose: str, *options: Option, default: str = "the only one that runs") -> OneSentenceParser:
+    parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose)
+    for option in (Option("job", value="JOB", nargs="?", help=f"pid or name (default: {default})"), *options):
+        option.add_to(parser)
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from contextlib import suppress
 
-from mpiddp.arguments import whole
+from mpiddp.arguments import Option, whole
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.processes import catches, opened
 from mpiddp.protocol.channel import VIEW_STACKS
@@ -16,9 +16,8 @@ from mpiddp.watch.running_jobs import HasEnded, find_job, job_parser
 def stacks(argv: list[str]) -> int:
     """Run `mpiddp stacks ARGV`. Raises UserError for bad usage, no such job or rank, or no answer."""
     purpose = "Print the current source line of each rank. The job goes on."
-    parser = job_parser("stacks", purpose)
-    parser.add_argument("--rank", type=whole(0), help="also print the Python stacks of this rank")
-    options = parser.parse_args(argv)
+    of_rank = Option("--rank", value="N", parse=whole(0), help="also print the Python stacks of this rank")
+    options = job_parser("stacks", purpose, of_rank).parse_args(argv)
     job, rank = find_job(options.job), options.rank
     count = len(job.facts.get("ranks", []))
     if rank is not None and rank >= count > 0:
@@ -35,7 +34,7 @@ def stacks(argv: list[str]) -> int:
 def stop(argv: list[str]) -> int:
     """Run `mpiddp stop ARGV`. It does not wait for the end of the job. Raises UserError for no such job."""
     purpose = "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
-    parser = job_parser("stop", purpose, "none; the only one that runs is named")
+    parser = job_parser("stop", purpose, default="none; the only one that runs is named")
     name = parser.parse_args(argv).job
     try:
         job = find_job(name)

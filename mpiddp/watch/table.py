@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpiddp.arguments import OneSentenceParser
+from mpiddp.arguments import OneSentenceParser, Option
 from mpiddp.errors import DONE, INTERRUPTED, UserError
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import align_columns, as_json, counted, duration, escaped, seconds, size_text
@@ -60,9 +60,8 @@ def ps(argv: list[str]) -> int:
     parser = OneSentenceParser(
         prog="mpiddp ps",
         description="List your jobs whose mpiddp launch runs on this machine.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print them as JSON, with their ranks")
+    Option("--json", help="print them as JSON, with their ranks").add_to(parser)
     options = parser.parse_args(argv)
     jobs = running_jobs()
     if options.json:
@@ -95,8 +94,8 @@ def top(argv: list[str]) -> int:
         "top",
         "Watch the ranks of a job until Ctrl-C: steps per second, compute and waiting time of a step, CPU, "
         "memory, seconds since the last step, and last line.",
+        Option("--once", help="print it once, as without a terminal"),
     )
-    parser.add_argument("--once", action="store_true", help="print it once, as without a terminal")
     options = parser.parse_args(argv)
     try:
         job = find_job(options.job)

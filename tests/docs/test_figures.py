@@ -4,12 +4,11 @@
 """
 
 import re
-from dataclasses import fields
 
 import pytest
 
 from mpiddp.checkpoints import agreement, save
-from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.plan.options import LaunchOptions, option_parser
 from mpiddp.launch.run import control
 from mpiddp.protocol import variables as names
 from mpiddp.runtime import child, rank_attempt
@@ -38,9 +37,9 @@ def test_a_figure_on_a_page_is_that_of_the_program(page, sentence, figure):
 
 def test_a_time_in_the_help_of_launch_is_the_default():
     said = {}
-    for option in fields(LaunchOptions):
-        if seconds := re.search(r"\(default: (\d+) s\)$", option.metadata.get("help", "")):
-            said[option.name] = float(seconds[1])
+    for action in option_parser()._actions:
+        if seconds := re.search(r"\(default: (\d+) s\)$", action.help or ""):
+            said[action.dest] = float(seconds[1])
     assert said.keys() == {"login_s", "lost_s", "timeout_s", "grace_s", "failed_grace_s"}
     actual = {name: getattr(LaunchOptions, name) for name in said}
     assert said == {**actual, "timeout_s": names.JOIN_TIMEOUT_S}

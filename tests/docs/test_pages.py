@@ -25,12 +25,13 @@ from torch.distributed.run import get_args_parser
 
 import mpiddp
 from docs.__main__ import written
+from docs.command_line import PARTS
 from mpiddp import cli
 from mpiddp.cli import VERBS
 from mpiddp.errors import UserError
 from mpiddp.hosts import gpu_health
 from mpiddp.launch.judge import hangs, pace, stragglers
-from mpiddp.launch.plan.options import LaunchOptions, option_parser
+from mpiddp.launch.plan.options import LaunchOptions, option_parser, variables_of_options
 from mpiddp.launch.run import job
 from mpiddp.protocol import variables as names
 from mpiddp.runtime.job import coordinator
@@ -154,7 +155,7 @@ TIMES = [  # of the program, in sentences of the pages
     ("restarts", "waits, at first for {:.0f} s", job._FIRST_PAUSE_S),
     ("restarts", "at most for {:.0f} s", job._LONGEST_PAUSE_S),
     ("hosts", "`--login-timeout TIME` (default: {:.0f} s)", LaunchOptions.login_s),
-    ("reference", "all ranks must join (default: {:.0f} s)", names.JOIN_TIMEOUT_S),
+    ("command-line", "all ranks must join (default: {:.0f} s)", names.JOIN_TIMEOUT_S),
     ("hangs", "default {:.0f} min for gloo", default_pg_timeout.total_seconds() / 60),
     ("launch", "(Xid) in the last {}", {3600: "hour"}.get(gpu_health.SINCE_S)),
     ("train", "averages the weights every {} steps", AVERAGE_EVERY),
@@ -200,10 +201,10 @@ def test_the_example_of_a_test_is_one():
 def test_every_variable_in_use_is_on_the_page():
     page = (ROOT / "docs/reference.md").read_text()
     section = page.partition("## Environment variables")[2].partition("\n## ")[0]
-    listed = re.findall(r"(?:^\| |[:,] )`(MPIDDP_[A-Z_]+)`", section, re.MULTILINE)
+    listed = re.findall(r"(?:^\|? ?|[:,] )`(MPIDDP_[A-Z_]+)`", section, re.MULTILINE)
     files = [ROOT / "run.sh", *sorted((ROOT / "mpiddp").rglob("*.py"))]
     named = re.findall(r"\bMPIDDP_[A-Z_]*[A-Z]", "".join(path.read_text() for path in files))
-    assert sorted(listed) == sorted(set(named))
+    assert {*listed} == {*named, *variables_of_options().values()}
     for other in PAGES:
         assert set(re.findall(r"\bMPIDDP_(?!TEST_)[A-Z_]*[A-Z]", other.read_text())) <= set(listed)
 
@@ -276,10 +277,8 @@ def help_text(*verb: str) -> str:
 
 
 ON_ONE_SCREEN = [
-    *([verb] for verb in sorted(VERBS.keys() - {"report", "bench", "hosts", "checkpoints"})),
-    *(["hosts", verb] for verb in ("--help", "check", "keys", "push", "pull", "run")),
-    *(["bench", verb] for verb in ("--help", "allreduce", "scaling")),
-    *(["checkpoints", verb] for verb in ("--help", "list", "verify", "prune", "pin", "rewind", "export")),
+    *([verb] for verb in sorted(VERBS)),
+    *([verb, part] for verb, parts in PARTS.items() for part in parts),
     [],
 ]
 
@@ -299,7 +298,7 @@ def wrong_options(words: list[str]) -> list[str]:
     verb, *rest = words
     if verb == "hosts" and "--" in rest:
         rest = rest[: rest.index("--")]  # the command is another program's
-    if verb in ("hosts", "checkpoints", "bench") and rest and not rest[0].startswith("-"):
+    if verb in PARTS and rest and not rest[0].startswith("-"):
         known = help_of(verb, rest[0]) if rest[0].islower() else frozenset(rest)
         own = rest[1 : next((n for n, word in enumerate(rest) if word.endswith(".py")), None)]
         return unknown(own, known)

@@ -9,13 +9,13 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import OneSentenceParser, duration, shell_command, shell_words, whole
+from mpiddp.arguments import OneSentenceParser, Option, duration, shell_command, shell_words, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.transport import SSH
@@ -37,11 +37,21 @@ _RANK = "(0|[1-9][0-9]{0,8})"
 _OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
 
 
+def _number(text: str) -> str | int:
+    """A number of ranks, or torchrun's word for one on each GPU."""
+    return text if text in _BY_GPU else whole(1)(text)
+
+
+def _limit(text: str) -> float:
+    """A time in seconds, which may be without an end."""
+    return duration(_NEVER if text in ("never", "inf") else text)
+
+
 def _ranks(text: str) -> str:
     """The ranks of --log-ranks, for `mpiddp.protocol.channel.is_shown`."""
     if re.fullmatch(f"all|none|{DEFAULT_RANKS}|{_RANK}(,{_RANK})*", text):
         return text
-    raise UserError(f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5.")
+    raise argparse.ArgumentTypeError(f"expected all, none, or ranks such as 0,5, not {shown(text)!r}")
 
 
 def _mpi_args(text: str) -> str:
@@ -50,21 +60,6 @@ def _mpi_args(text: str) -> str:
         return text
     raise argparse.ArgumentTypeError(f'"{shown(first)}" is not an option, and mpirun would start it as a program')
 
-
-# The parser of an option's value, by the name of that value in the help. All other values are texts.
-_PARSERS: dict[str, Callable[[str], object]] = {
-    "N": lambda text: text if text in _BY_GPU else whole(1)(text),
-    "H": whole(1),
-    "K": whole(0),
-    "TIME": duration,
-    "TIME|never": lambda text: duration(_NEVER if text in ("never", "inf") else text),
-    "RANKS": _ranks,
-    "COMMAND": shell_command,
-    "ARGS": _mpi_args,
-}
-
-# The variables that hold another default of an option.
-_DEFAULTS = {"log_ranks": names.LOG_RANKS, "timeout_s": names.TIMEOUT}
 
 # The groups of the help, by their first options.
 _GROUPS = {
@@ -76,13 +71,12 @@ _GROUPS = {
 }
 
 
-def option(default: Any, flags: str, help: str, *, is_common: bool = False) -> Any:
-    """A field that is an option.
-
-    `flags` are its spellings, with those of other launchers in parentheses, and then the name of its value
-    in the help, or the {values} to choose from. A switch has no value.
-    """
-    return field(default=default, metadata={"flags": flags, "help": help, "is_common": is_common})
+def option(*names: str, default: Any = None, is_common: bool = False, **more: Any) -> Any:
+    """A field that is this `Option`."""
+    record = Option(*names, **more)
+    if record.repeats or not record.value:
+        default = () if record.repeats else bool(default)
+    return field(default=default, metadata={"option": record, "is_common": is_common})
 
 
 common = partial(option, is_common=True)  # an option that the short help shows
@@ -103,87 +97,87 @@ class LaunchOptions:
     prefix: str = "auto"  # MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
 
     # fmt: off
-    hostfile: str | None = common(None, "--hostfile (--machinefile) FILE",
-        "file of hosts and slots, one host per line")
-    host_list: str | None = common(None, "-H (--host) (--hosts) HOSTS",
-        "hosts and slots: node1:2,node2:4; or a name, @gpu")
-    n: int | None = common(None, "-n (-np) N",
-        "number of ranks (default: all slots)")
-    npernode: int | None = option(None, "--npernode (--nproc-per-node) N",
-        "number of ranks on each host (default: all slots)")
+    hostfile: str | None = common("--hostfile", also=("--machinefile",), value="FILE",
+        help="file of hosts and slots, one host per line")
+    host_list: str | None = common("-H", also=("--host", "--hosts"), value="HOSTS",
+        help="hosts and slots: node1:2,node2:4; or a name, @gpu")
+    n: int | None = common("-n", also=("-np",), value="N", parse=_number,
+        help="number of ranks (default: all slots)")
+    npernode: int | None = option("--npernode", also=("--nproc-per-node",), value="N", parse=_number,
+        help="number of ranks on each host (default: all slots)")
     needs_gpus: bool = False  # --nproc-per-node gpu
-    exclude: str | None = option(None, "--exclude HOSTS",
-        "hosts to leave out: node3,node4")
-    push: bool = option(False, "--push",
-        "first make this folder and its environment the same on every host, as mpiddp hosts push does")
-    bind: str = option("none", "--bind {none,numa,core}",
-        "bind each rank to nothing, a NUMA node, or a core (default: none)")
-    mpirun: str | None = option(None, "--mpirun PATH",
-        "mpirun of the MPI to use (its library is used too)")
-    master_addr: str | None = option(None, "--master-addr ADDR",
-        "rank 0's address, as the other ranks reach it")
-    interface: str | None = common(None, "--interface NAME",
-        "the job's network: an interface, an address or a network")
-    exports: tuple[str, ...] = common((), "-x VAR[=VALUE]",
-        "set this environment variable of the ranks; -x VAR- keeps it from them (repeatable)")
-    env_files: tuple[str, ...] = common((), "--env-file FILE",
-        "pass the variables of this file of lines NAME=VALUE")
-    mpi_args: tuple[str, ...] = option((), "--mpi-args ARGS",
-        "options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
-    check: bool = option(True, "--no-check",
-        "skip the preflight checks of the hosts")
-    wait_s: float | None = option(None, "--wait-for-hosts TIME",
-        "wait up to this long until all names resolve and all hosts answer (default: not at all)")
-    login_s: float = option(SSH.login_s, "--login-timeout TIME",
-        "time that a login over ssh may take (default: 15 s)")
-    lost_s: float = option(names.LOST_AFTER_S, "--lost-after TIME|never",
-        "a host that is silent for this long is lost, unless the steps of the other ranks go on "
+    exclude: str | None = option("--exclude", value="HOSTS",
+        help="hosts to leave out: node3,node4")
+    push: bool = option("--push",
+        help="first make this folder and its environment the same on every host, as mpiddp hosts push does")
+    bind: str = option("--bind", choices=("none", "numa", "core"), default="none",
+        help="bind each rank to nothing, a NUMA node, or a core (default: none)")
+    mpirun: str | None = option("--mpirun", value="PATH",
+        help="mpirun of the MPI to use (its library is used too)")
+    master_addr: str | None = option("--master-addr", value="ADDR",
+        help="rank 0's address, as the other ranks reach it")
+    interface: str | None = common("--interface", value="NAME",
+        help="the job's network: an interface, an address or a network")
+    exports: tuple[str, ...] = common("-x", value="VAR[=VALUE]", repeats=True,
+        help="set this environment variable of the ranks; -x VAR- keeps it from them (repeatable)")
+    env_files: tuple[str, ...] = common("--env-file", value="FILE", repeats=True,
+        help="pass the variables of this file of lines NAME=VALUE")
+    mpi_args: tuple[str, ...] = option("--mpi-args", value="ARGS", parse=_mpi_args, repeats=True,
+        help="options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
+    check: bool = option("--no-check", default=True,
+        help="skip the preflight checks of the hosts")
+    wait_s: float | None = option("--wait-for-hosts", value="TIME", parse=duration,
+        help="wait up to this long until all names resolve and all hosts answer (default: not at all)")
+    login_s: float = option("--login-timeout", value="TIME", parse=duration, default=SSH.login_s,
+        help="time that a login over ssh may take (default: 15 s)")
+    lost_s: float = option("--lost-after", value="TIME|never", parse=_limit, default=names.LOST_AFTER_S,
+        help="a host that is silent for this long is lost, unless the steps of the other ranks go on "
         "(default: 45 s)")
-    timeout_s: float | None = option(None, "--timeout TIME",
-        "time in which all ranks must join (default: 60 s)")
-    max_restarts: int = common(0, "--max-restarts K",
-        "restart a failed job up to K times, from its checkpoint")
-    min_hosts: int | None = common(None, "--min-hosts H",
-        "leave out hosts that fail, as long as H hosts remain")
-    spares: int = option(0, "--spares K",
-        "keep the last K hosts in reserve; each takes the place of a host that fails the preflight")
-    grow_s: float | None = option(None, "--grow TIME",
-        "how often to look for hosts that are back or new in the hostfile, to save and restart on them "
+    timeout_s: float | None = option("--timeout", value="TIME", parse=duration,
+        help="time in which all ranks must join (default: 60 s)")
+    max_restarts: int = common("--max-restarts", value="K", parse=whole(0), default=0,
+        help="restart a failed job up to K times, from its checkpoint")
+    min_hosts: int | None = common("--min-hosts", value="H", parse=whole(1),
+        help="leave out hosts that fail, as long as H hosts remain")
+    spares: int = option("--spares", value="K", parse=whole(0), default=0,
+        help="keep the last K hosts in reserve; each takes the place of a host that fails the preflight")
+    grow_s: float | None = option("--grow", value="TIME", parse=duration,
+        help="how often to look for hosts that are back or new in the hostfile, to save and restart on them "
         "(default: they join at the next restart)")
-    stop_after_s: float | None = option(None, "--stop-after TIME|never",
-        "after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
+    stop_after_s: float | None = option("--stop-after", value="TIME|never", parse=_limit,
+        help="after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
         "code is 75 (default: before the scheduler's time limit)")
-    grace_s: float = option(30.0, "--grace TIME",
-        "time that the ranks have to stop before they are killed; one that is saving has up to 10 "
+    grace_s: float = option("--grace", value="TIME", parse=duration, default=30.0,
+        help="time that the ranks have to stop before they are killed; one that is saving has up to 10 "
         "minutes (default: 30 s)")
-    failed_grace_s: float = option(names.FAILED_GRACE_S, "--failed-grace TIME",
-        "time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 "
+    failed_grace_s: float = option("--failed-grace", value="TIME", parse=duration, default=names.FAILED_GRACE_S,
+        help="time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 "
         "minutes (default: 3 s)")
-    hang_timeout_s: float | None = option(None, "--hang-timeout TIME",
-        "end the job if for this long no rank makes a step, calls a collective or saves (default: never)")
-    log_ranks: str = option(DEFAULT_RANKS, "--log-ranks RANKS",
-        "the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, "
+    hang_timeout_s: float | None = option("--hang-timeout", value="TIME", parse=duration,
+        help="end the job if for this long no rank makes a step, calls a collective or saves (default: never)")
+    log_ranks: str = option("--log-ranks", value="RANKS", parse=_ranks, default=DEFAULT_RANKS,
+        help="the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, "
         "stderr of all ranks)")
-    timestamps: bool = option(False, "--timestamps",
-        "write the date and the time before each line of a rank")
-    stdin: str = option("rank0", "--stdin {rank0,none}",
-        "who reads this program's stdin; none leaves it to the shell, as in while read (default: rank0)")
-    log_dir: str | None = common(None, "--log-dir DIR",
-        "write all output of each rank to files in DIR on its host")
-    log_to: tuple[str, ...] = option((), "--log-to NAME[:WHERE]",
-        "also write the numbers of mpiddp.log_metrics to tensorboard, wandb, mlflow or trackio (repeatable)")
-    report: str | None = option(None, "--report FILE",
-        "write how the job ended to FILE, as JSON")
-    on_end: tuple[str, ...] | None = option(None, "--on-end COMMAND",
-        "run this command when the job has ended, with the path of its report")
-    detach: bool = common(False, "--detach",
-        "go on without this terminal; mpiddp ps, logs and wait follow")
-    dry_run: bool = common(False, "--dry-run",
-        "start nothing; print the command and its reasons")
-    quiet: bool = option(False, "-q --quiet",
-        "print only errors from mpiddp: no hints, no status")
-    verbose: bool = option(False, "-v --verbose",
-        "print each choice and its reason, and the host of every rank")
+    timestamps: bool = option("--timestamps",
+        help="write the date and the time before each line of a rank")
+    stdin: str = option("--stdin", choices=("rank0", "none"), default="rank0",
+        help="who reads this program's stdin; none leaves it to the shell, as in while read (default: rank0)")
+    log_dir: str | None = common("--log-dir", value="DIR",
+        help="write all output of each rank to files in DIR on its host")
+    log_to: tuple[str, ...] = option("--log-to", value="NAME[:WHERE]", repeats=True,
+        help="also write the numbers of mpiddp.log_metrics to tensorboard, wandb, mlflow or trackio (repeatable)")
+    report: str | None = option("--report", value="FILE",
+        help="write how the job ended to FILE, as JSON")
+    on_end: tuple[str, ...] | None = option("--on-end", value="COMMAND", parse=shell_command,
+        help="run this command when the job has ended, with the path of its report")
+    detach: bool = common("--detach",
+        help="go on without this terminal; mpiddp ps, logs and wait follow")
+    dry_run: bool = common("--dry-run",
+        help="start nothing; print the command and its reasons")
+    quiet: bool = option("-q", "--quiet",
+        help="print only errors from mpiddp: no hints, no status")
+    verbose: bool = option("-v", "--verbose",
+        help="print each choice and its reason, and the host of every rank")
     # fmt: on
 
     @property
@@ -216,24 +210,23 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             group = parser.add_argument_group(_GROUPS[name])
         if not option_field.metadata or (only and not {group.title.split()[0], name} & {*only}):
             continue
-        *spellings, value = option_field.metadata["flags"].split()
-        more: dict[str, Any] = {"metavar": value, "type": _PARSERS.get(value)}
-        if isinstance(default, bool):
-            spellings.append(value)
-            more = {"action": "store_false" if default else "store_true"}
-        elif value.startswith("{"):
-            more = {"choices": value.strip("{}").split(",")}
-        elif default == ():
-            default, more["action"] = [], "append"
-        elif name in _DEFAULTS:
-            default = os.environ.get(_DEFAULTS[name]) or default
-        flags = [flag.strip("()") for flag in spellings]
-        flags += [f"--{flag[2:].replace('-', '_')}" for flag in flags if flag.startswith("--")]
-        action = group.add_argument(*flags, dest=name, default=default, help=option_field.metadata["help"], **more)
-        # argparse would list the spellings of other launchers in the help.
-        action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
-        actions.append(action)
+        record = option_field.metadata["option"]
+        if (variable := variables_of_options().get(name)) and (text := os.environ.get(variable)):
+            default = record.parsed(text, variable)
+        actions.append(record.add_to(group, dest=name, default=default))
     return actions
+
+
+@cache
+def variables_of_options() -> dict[str, str]:
+    """The variables that stand for options, by their fields: MPIDDP_LOG_DIR for --log-dir DIR.
+
+    A job's hosts and ranks, a switch, and an option that may be repeated, stand on the command line alone.
+    """
+    names = [*LaunchOptions.__dataclass_fields__]
+    records = {row.name: row.metadata["option"] for row in fields(LaunchOptions) if row.metadata}
+    taken = [name for name in names[names.index("bind") :] if records[name].value and not records[name].repeats]
+    return {name: f"MPIDDP_{records[name].names[-1][2:].upper().replace('-', '_')}" for name in taken}
 
 
 def option_parser() -> argparse.ArgumentParser:
@@ -242,7 +235,6 @@ def option_parser() -> argparse.ArgumentParser:
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
         epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 interrupted.",
-        allow_abbrev=False,
         add_help=False,
     )
     rows = Path(__file__).with_name("elsewhere.txt").read_text(encoding="utf-8").splitlines()[1:]
@@ -326,7 +318,7 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
 
     Colleagues share hostfiles, so these lines run no program and write no file.
     """
-    parser = OneSentenceParser(prog="mpiddp launch", allow_abbrev=False, add_help=False)
+    parser = OneSentenceParser(prog="mpiddp launch", add_help=False)
     add_options(parser, *_BY_HOSTFILE)
     values = argparse.Namespace(of_hostfile=())
     for number, text in hosts.options:

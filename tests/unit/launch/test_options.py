@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.plan.environment import forwarded, gpu_table, parse_env_file, without_values
 from mpiddp.launch.plan.job_plan import read_hosts
-from mpiddp.launch.plan.options import LaunchOptions, launch_of_train, parse_options
+from mpiddp.launch.plan.options import LaunchOptions, launch_of_train, parse_options, variables_of_options
 from tests.support.ranks import ROOT, script
 
 JOB = ("-m", "train", "--lr", "1")
@@ -61,13 +62,27 @@ def test_what_an_option_becomes(options, fields):
     assert parsed(options) == replace(DEFAULTS, **fields)
 
 
-def test_variables_are_other_defaults(monkeypatch):
-    monkeypatch.setenv("MPIDDP_LOG_RANKS", "all")
-    monkeypatch.setenv("MPIDDP_PREFIX", "never")
-    monkeypatch.setenv("MPIDDP_TIMEOUT", "3m")
-    found = replace(DEFAULTS, log_ranks="all", prefix="never", timeout_s=180.0)
-    assert parsed("") == found
-    assert parsed("--timeout 90") == replace(found, timeout_s=90.0)
+def test_a_variable_stands_for_each_option_with_one_value(monkeypatch, tmp_path):
+    """It is not taken for an option that was typed. The hostfile and the command line take precedence."""
+    values = {"PREFIX": "never", "TIMEOUT": "3m", "INTERFACE": "ib0", "LOG_DIR": "logs", "GRACE": "1m", "LOG_RANKS": ""}
+    for name, value in values.items():
+        monkeypatch.setenv(f"MPIDDP_{name}", value)
+    expected = replace(DEFAULTS, prefix="never", timeout_s=180.0, interface="ib0", log_dir="logs", grace_s=60.0)
+    assert parsed("") == expected
+    assert parsed("--timeout 90") == replace(expected, timeout_s=90.0)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("#: --grace 2m\nlocalhost slots=2\n")
+    assert parsed(f"--hostfile {hosts}").grace_s == 120.0
+    assert {"log_dir", "stop_after_s", "bind", "on_end"} <= variables_of_options().keys()
+    assert not {"hostfile", "n", "exclude", "push", "exports", "env_files"} & variables_of_options().keys()
+    for name, value, why in (
+        ("LOG_RANKS", "x", "expected all, none, or ranks"),
+        ("BIND", "gpu", "expected none, numa, core"),
+    ):
+        with monkeypatch.context() as context:
+            context.setenv(f"MPIDDP_{name}", value)
+            with pytest.raises(UserError, match=f"^MPIDDP_{name}: {why}"):
+                parsed("")
 
 
 def test_the_short_help_fits_the_smallest_screen(capsys, monkeypatch):
