@@ -110,12 +110,15 @@ def make_plan(
 def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     """The plan without the hosts that have failed since. mpirun got them by the names in `failures`.
 
-    Raises UserError as the preflight does if too few are left.
+    Raises JobFailed with their sentences if too few are left.
     """
     by_key = {plan.key_of(name): why for name, why in failures.items()}
     complaints = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
     checked = plan.checked._replace(complaints={**plan.checked.complaints, **complaints})
-    return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
+    try:
+        return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
+    except UserError:
+        raise JobFailed("\n".join(dict.fromkeys(failures.values()))) from None
 
 
 def _plan(options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked) -> Plan:

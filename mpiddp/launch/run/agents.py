@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import selectors
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -103,8 +104,8 @@ def orders_of(plan: Plan, server: ControlServer) -> Orders:
     )
 
 
-def start(launcher: Launcher, plan: Plan) -> Agents:
-    """Start the agents of `plan`. Raises CutOff for hosts that the others do not reach."""
+def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
+    """Start the agents of `plan`. If others do not reach a host, it returns a sentence for each one, see `hand_over`."""
     options, request = plan.options, plan.request
     hosts = request.names_of_ranks
     others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
@@ -129,7 +130,9 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
             request = request._replace(inherited={})  # each host has them already
             env = of_mpirun(env, request.hosts.transport)
             with launcher.signals.interrupting():
-                hand_over(plan, server, private_name, everything, launcher.logins)
+                cut_off = hand_over(plan, server, private_name, everything, launcher.logins)
+            if cut_off:
+                return cut_off
         launcher.logins.close()
         command = plan.starter.compose(request._replace(variables=variables), str(folder))
         mpirun = MpirunProcess(plan.starter, command, env)

@@ -195,14 +195,14 @@ class Attempt:
         if event.kind == "started" and record.stop is Stop.BY_USER:
             self.server.ask([rank], "stop", signal=record.fact("stop", "signal"))
         elif event.kind in ENDS and rank in record.failures and record.phase < Phase.ENDING:
-            self._end_after_failure(event)
+            self._stop_after_failure(event)
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.act("hold"):
-            self.end_job(has_failed=True)  # the other agents wait for this one in vain
+            self.stop_ranks(has_failed=True)  # the other agents wait for this one in vain
         if not self.server.connected and record.silent_hosts and self.agents.others:
             self.mpirun.kill_all()  # mpirun would wait for its daemons on the silent hosts
         elif record.done and not self.server.connected and record.phase < Phase.ENDING:
-            self.timers.after(EXIT_S, self.end_mpirun)
+            self.timers.after(EXIT_S, self.stop_mpirun)
 
     # --- the stacks of the scripts ---
 
@@ -248,7 +248,7 @@ class Attempt:
             self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
         elif not is_hung_up:
             self.note("kill")
-            self._begin_end()
+            self._note_end()
             self.mpirun.kill_all()
 
     def request_stop(self, reason: str = "", number: int | None = None) -> None:
@@ -269,7 +269,7 @@ class Attempt:
         if record.phase >= Phase.ENDING:
             return
         if not self.server.connected:
-            self.end_mpirun()
+            self.stop_mpirun()
             return
         self.server.ask(self.server.connected, "stop", signal=sent)
         self.note("grace")
@@ -280,13 +280,13 @@ class Attempt:
 
     # --- ending the ranks, and then mpirun ---
 
-    def _end_after_failure(self, event: Event) -> None:
+    def _stop_after_failure(self, event: Event) -> None:
         """A rank has failed, or its connection has ended. End the others, or let their agents wait."""
         is_whole = len(self.server.connected) == self.record.world_size and not self.record.done
         waits_for_word = event.kind == "failed" and self.plan.holds
         if waits_for_word and is_whole and self.record.stop is Stop.NONE:
             # All agents end their scripts, and wait for the next attempt.
-            self.end_job(after_s=HOLD_S, has_failed=True)
+            self.stop_ranks(after_s=HOLD_S, has_failed=True)
             self.note("hold")
             self.server.ask(self.server.connected, "hold", agents=True)
             return
@@ -294,34 +294,34 @@ class Attempt:
         # has stopped answering.
         spread_s = SPREAD_S + self.plan.options.failed_grace_s
         is_now = self.record.silent_hosts or waits_for_word
-        self.end_job(after_s=0 if is_now else spread_s, has_failed=True)
+        self.stop_ranks(after_s=0 if is_now else spread_s, has_failed=True)
 
-    def end_job(self, why: str = "", *, after_s: float = 0, has_failed: bool = False) -> None:
+    def stop_ranks(self, why: str = "", *, after_s: float = 0, has_failed: bool = False) -> None:
         """End the ranks after some seconds, and then mpirun."""
-        self._begin_end(why, has_failed=has_failed)
-        self.timers.after(after_s, self._end_ranks)
+        self._note_end(why, has_failed=has_failed)
+        self.timers.after(after_s, self._tell_ranks)
         end_s = self.plan.options.failed_grace_s + (FAILED_END_S if has_failed else END_S)
-        self.timers.after(after_s + end_s, self._end_mpirun_after_saves)
+        self.timers.after(after_s + end_s, self._stop_mpirun_after_saves)
 
-    def _begin_end(self, why: str = "", overdue: str = "", *, has_failed: bool = False) -> None:
+    def _note_end(self, why: str = "", overdue: str = "", *, has_failed: bool = False) -> None:
         """Record that the launcher ends the ranks. The first reason counts."""
         if self.record.phase < Phase.ENDING:
             self.note("end", failed=has_failed, why=why, overdue=overdue)
 
-    def _end_ranks(self) -> None:
+    def _tell_ranks(self) -> None:
         self.server.send_all("end", code=1)
 
-    def _end_mpirun_after_saves(self) -> None:
+    def _stop_mpirun_after_saves(self) -> None:
         end = self.record.act("end")
         if end and self.record.saving and time.monotonic() < end.at + SAVE_GRACE_S:
-            self.timers.after(LOOK_S, self._end_mpirun_after_saves)
+            self.timers.after(LOOK_S, self._stop_mpirun_after_saves)
         else:
-            self.end_mpirun()
+            self.stop_mpirun()
 
-    def end_mpirun(self, overdue: str = "") -> None:
+    def stop_mpirun(self, overdue: str = "") -> None:
         """Let mpirun end its ranks: those that the clause `overdue` names have not stopped in time."""
-        self._begin_end(overdue=overdue)
-        self.timers.cancel(self.end_mpirun)
+        self._note_end(overdue=overdue)
+        self.timers.cancel(self.stop_mpirun)
         self.mpirun.stop()
         # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.
         self.timers.after(STOP_S, self.mpirun.kill_all)
@@ -350,10 +350,10 @@ class Attempt:
         self.output.begin_again()
         return True
 
-    def end(self) -> None:
+    def end_agents(self) -> None:
         """End the agents that wait."""
         try:
-            self.end_job()
+            self.stop_ranks()
             while self.mpirun.code is None:
                 self.wait()
             self._finish()
@@ -368,7 +368,7 @@ class Attempt:
         facts = {"proves_signals": starter.proves_signals, "was_ended": was_ended}
         self.note("mpirun", name=starter.program.name, code=code, **facts)
         since = time.monotonic()
-        self._end_ranks()  # their last messages may be in transit
+        self._tell_ranks()  # their last messages may be in transit
         while self.server.connected and time.monotonic() < since + SILENCE_S:
             self.wait(since + SILENCE_S)
         silence, longest_s = self.server.silence().items(), time.monotonic() - since
@@ -407,6 +407,6 @@ class Attempt:
                 break
             self.wait(time.monotonic() + 0.02)
         self.note("over")
-        output.end()
+        output.end_streams()
         while output.blocked_since is not None and has_time():
             self.wait(time.monotonic() + 0.05)

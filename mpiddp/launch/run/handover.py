@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from mpiddp.errors import JobFailed
 from mpiddp.hosts import interfaces, private, processes, reachability
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
@@ -34,23 +33,12 @@ _MOST = 16  # hosts that all connect to each other; among more hosts, each conne
 _SWEEP_S = 8.0  # for a login that kills leftover processes
 
 
-class CutOff(JobFailed):
-    """Hosts failed after the preflight. `failures` has a sentence for each, by the name that mpirun gets."""
-
-    def __init__(self, failures: Mapping[str, str]) -> None:
-        super().__init__("\n".join(dict.fromkeys(failures.values())))
-        self.failures = failures
-
-
 def hand_over(
-    plan: Plan,
-    server: ControlServer,
-    name: str,
-    variables: Mapping[str, str],
-    logins: Logins,
-) -> None:
-    """Let each host keep the variables under this name. Raises CutOff for hosts that are cut off.
+    plan: Plan, server: ControlServer, name: str, variables: Mapping[str, str], logins: Logins
+) -> dict[str, str]:
+    """Let each host keep the variables under this name.
 
+    Returns a sentence for each host that is cut off, by the name that mpirun gets. Then no host keeps them.
     `logins` are the preflight's open logins. A host without one gets a new login.
     """
     request, start_s = plan.request, plan.checked.start_s
@@ -65,7 +53,7 @@ def hand_over(
         "variables": private.packed(variables),
     }
     ask = partial(ask_hosts, python=request.job[0], transport=request.hosts.transport)
-    answered: Sequence[Host] = hosts
+    answered, is_kept = [*hosts], False
     try:
         with _answering(server):
             program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
@@ -76,12 +64,12 @@ def hand_over(
         for host, answer in answers.items():
             if answer.why and (answer.has_failed_there or host.name not in cut_off):
                 cut_off[host.name] = answer.why
-        if cut_off:
-            raise CutOff(cut_off)
-    except (JobFailed, KeyboardInterrupt):
-        program = program_that_prints(TRAVELLING, f"remove({name!r})")
-        ask(answered, program, work_s=reachability.CONNECT_S, logins=logins)
-        raise
+        is_kept = not cut_off
+        return cut_off
+    finally:
+        if not is_kept:
+            program = program_that_prints(TRAVELLING, f"remove({name!r})")
+            ask(answered, program, work_s=reachability.CONNECT_S, logins=logins)
 
 
 def _cut_off(reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, str]:
@@ -96,9 +84,12 @@ def _cut_off(reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any
         sentence = with_fix(f"{fact}. ssh works, so a firewall or a route is in the way.", fix)
         sentences |= dict.fromkeys(names, sentence)
     met = {host.name: report["hosts"] for host, report in reports.items()}
-    if errors or None in met.values() or not wanted["meet"]:  # None: another program has the port
+    if errors or not wanted["meet"]:
         return sentences
     addresses, port, *_ = wanted["meet"]
+    if taken := [name for name, answers in met.items() if answers is None]:
+        log.info(f"another program has tcp/{port} on {listed(taken)}, so the connections between hosts were not tried.")
+        return sentences
     for pair, fact, fix in reachability.blocked(met, addresses, port):
         # Blame the other host of the pair: this one runs the launcher and cannot be left out.
         at_fault = next((name for name in pair if name != here), here)

@@ -24,10 +24,9 @@ from mpiddp.launch.judge.events import Phase, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
-from mpiddp.launch.run.agents import STOP_AFTER, Launcher, start
+from mpiddp.launch.run.agents import STOP_AFTER, Agents, Launcher, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
-from mpiddp.launch.run.handover import CutOff
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.outcome_file import Report
 from mpiddp.launch.run.watchers import WATCHERS
@@ -65,6 +64,8 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         if outcome.code == DONE and job.lost_stream:
             lost = f"all ranks are done, but not all of their {job.lost_stream} could be written."
             outcome = outcome._replace(code=FAILED, sentence=lost)
+        if logs and outcome.code == BAD_INPUT:
+            logs.complains = False
         return outcome._replace(announcement=job.past.announced)
 
 
@@ -92,7 +93,7 @@ class Job:
     def close(self) -> None:
         """End the agents that wait for an attempt."""
         if self.waiting is not None:
-            self.waiting.end()
+            self.waiting.end_agents()
             self.waiting = None
 
     def attempt(self) -> Outcome:
@@ -133,7 +134,7 @@ class Job:
     def _begin(self) -> Attempt:
         """Begin an attempt by the latest plan, in the agents that wait if the plan is theirs.
 
-        Hosts that the others do not reach are left out if enough hosts remain. Else CutOff is raised.
+        Hosts that the others do not reach are left out. Raises JobFailed if too few remain.
         """
         if self.waiting is not None:
             agents = self.waiting.agents
@@ -142,21 +143,15 @@ class Job:
             self.close()
             if self.launcher.signals.has_stop():  # it arrived before the agents began again
                 raise KeyboardInterrupt
-        while True:
-            try:
-                agents = start(self.launcher, self.plan)
-                return Attempt(agents, WATCHERS)
-            except CutOff as cut_off:
-                try:
-                    self.plan = plan_without(self.plan, cut_off.failures)
-                except UserError:  # too few hosts remain
-                    raise cut_off from None
+        while not isinstance(started := start(self.launcher, self.plan), Agents):
+            self.plan = plan_without(self.plan, started)
+        return Attempt(started, WATCHERS)
 
     def next_move(self, latest: Outcome) -> Move:
         self.pause_s = 0.0  # before the next attempt
         if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):
             return Move.END
-        if latest.stop is Stop.TO_GROW:
+        if latest.stop is Stop.TO_GROW and latest.rank is None:  # no rank has failed by itself
             return Move.GROW
         if self.grown_from and latest.code in (FAILED, BAD_INPUT):
             return Move.SHRINK

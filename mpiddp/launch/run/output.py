@@ -276,7 +276,7 @@ class JobOutput:
         for file in [file for file, stream in self._streams.items() if stream.rank >= 0]:
             self._end(file)
 
-    def end(self) -> None:
+    def end_streams(self) -> None:
         """Read the rest of mpirun's text, and end all streams."""
         for file, stream in list(self._streams.items()):
             while stream.rank < 0 and self._take(stream, is_last=True):

@@ -13,10 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from mpiddp.hosts.ssh import ask_hosts
+from mpiddp.launch.judge.calls import last_call_with
 from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
 from mpiddp.launch.judge.hangs import (
     HUNG,
@@ -89,6 +91,9 @@ class Output(Watcher):
             self.output.hold_mpirun()
 
     def look(self, now: float) -> None:
+        complaints = self.launcher.logs.complaints if self.launcher.logs and self.record.runs else []
+        while complaints:
+            self.output.log(complaints.pop(0), is_error=True)
         self.output.show_growth()
         if self.record.runs and self.output.shows_status:
             self.output.show_status(status_lines(self.record, now, self.attempt.remark))
@@ -122,8 +127,10 @@ class LateStart(Watcher):
             case "joining" if len(record.latest["joining"]) == 1:
                 self._allow(event.facts["timeout_s"])
             case "mpirun" if event.facts["code"]:  # its ssh may have failed
-                if lost := self._probe():
-                    self.attempt.note("end", failed=False, why="\n".join(lost), overdue="")
+                # A stop ends the logins. The loop sees its signal as well.
+                with suppress(KeyboardInterrupt), self.launcher.signals.interrupting():
+                    if lost := self._probe():
+                        self.attempt.note("end", failed=False, why="\n".join(lost), overdue="")
 
     def _allow(self, seconds: float) -> None:
         self._is_late, self._limit_s, self._ends_at = False, seconds, time.monotonic() + seconds
@@ -133,7 +140,7 @@ class LateStart(Watcher):
         if record.phase is not Phase.STARTING:
             return
         if self._lost_hosts:
-            self.attempt.end_job("\n".join(self._lost_hosts))
+            self.attempt.stop_ranks("\n".join(self._lost_hosts))
         elif now >= self._ends_at:
             self._is_late, self._ends_at = True, math.inf
             self.notice(seconds=self._limit_s)
@@ -141,7 +148,7 @@ class LateStart(Watcher):
             if not record.latest["started"]:
                 # No other limit would end an mpirun that hangs.
                 why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
-                self.attempt.end_job(f"no rank has started in {self._limit_s:g} s: {why}")
+                self.attempt.stop_ranks(f"no rank has started in {self._limit_s:g} s: {why}")
 
     def _name_late_ranks(self) -> None:
         record = self.record
@@ -149,7 +156,7 @@ class LateStart(Watcher):
             sentence = missing_sentence(record, self._limit_s)
             have_all_started = len(record.latest["started"]) == record.world_size
             others_wait = record.latest["joining"] or not have_all_started
-            (self.attempt.end_job if others_wait else self.output.log)(sentence)
+            (self.attempt.stop_ranks if others_wait else self.output.log)(sentence)
 
     def _probe(self) -> list[str]:
         """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
@@ -164,8 +171,8 @@ class LateStart(Watcher):
 class SilentHosts(Watcher):
     """Give up the ranks of hosts that have been silent for --lost-after.
 
-    As long as other ranks make steps with collectives, which need all ranks, no rank is lost: only the
-    network of the job channel is broken. If the launcher hears none of several hosts, its own network is.
+    As long as other ranks call collectives that need a silent one, no rank is lost: only the network of the
+    job channel is broken. If the launcher hears none of several hosts, its own network is.
     """
 
     def look(self, now: float) -> None:
@@ -180,9 +187,8 @@ class SilentHosts(Watcher):
             what = f"no host of the job has answered for {lost_s:g} s, so the network of this one may be down"
             self.output.log(f"{what}. Waiting for up to {patience_s:g} s.", "no host", is_error=True)
             silent = {rank: silent_s for rank, silent_s in silent.items() if silent_s > patience_s}
-        steps = ((rank, event.at) for rank, event in record.latest["progress"].items())
-        times = [*steps, *record.called_at.items()] if any(record.called_at.values()) else []
-        if not any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard):
+        there = [groups for rank, groups in record.calls.items() if record.hosts[rank] in heard]
+        if not any(now - last_call_with(silent.keys(), groups) <= lost_s for groups in there):
             for event in self.server.lose_silent(silent):
                 self.attempt.on_event(event)
 
@@ -221,7 +227,7 @@ class Hangs(Watcher):
             self.notice(printed_at=self._printed_at)
             self.output.log(hang.sentence, hang.about, is_error=True)
             if hang.is_over:
-                self.attempt.end_job(HUNG)
+                self.attempt.stop_ranks(HUNG)
 
 
 class Stragglers(Watcher):
@@ -277,9 +283,9 @@ class GraceTime(Watcher):
             if savers:
                 clause = f"{savers} {'was' if is_one else 'were'} still saving {after}"
             if record.stop is Stop.BY_USER:
-                self.attempt.end_mpirun(overdue=clause)
+                self.attempt.stop_mpirun(overdue=clause)
             else:
-                self.attempt.end_job(f"{clause}.")
+                self.attempt.stop_ranks(f"{clause}.")
 
 
 class Viewers(Watcher):
