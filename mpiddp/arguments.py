@@ -37,17 +37,10 @@ class Option:
     """
 
     def __init__(
-        self,
-        *names: str,
-        value: str = "",
-        parse: Callable[[str], Any] = str,
-        choices: Sequence[str] = (),
-        repeats: bool = False,
-        also: Sequence[str] = (),
-        **more: Any,
+        self, *names: str, value: str = "", parse: Callable[[str], Any] = str, repeats: bool = False, **more: Any
     ) -> None:
-        self.names, self.also, self.repeats, self._more = names, also, repeats, more
-        self.value, self.parse, self._choices = value or "|".join(choices), parse, choices
+        self.names, self.also, self.repeats, self._more = names, more.pop("also", ()), repeats, more
+        self.value, self.parse = value or "|".join(more.get("choices", ())), parse
 
     def add_to(self, parser: argparse._ActionsContainer, **more: Any) -> argparse.Action:
         more = {**self._more, **more}
@@ -55,22 +48,19 @@ class Option:
         flags += [f"--{flag[2:].replace('-', '_')}" for flag in flags if "-" in flag[2:]]
         if not self.value:
             more["action"] = "store_false" if more.get("default") else "store_true"
-        elif self._choices:
-            more["choices"] = self._choices
-        else:
+        elif "choices" not in more:
             more |= {"metavar": self.value, "type": self.parse}
         if self.repeats:
             more |= {"action": "append", "default": []}
         action = parser.add_argument(*flags, **more)
-        if action.option_strings:
-            action.option_strings = [*self.names]
+        action.option_strings = [*self.names] if action.option_strings else []
         return action
 
     def parsed(self, text: str, source: str) -> Any:
         """The value of a text of this source. Raises UserError."""
-        if self._choices and text not in self._choices:
-            raise UserError(f"{source}: expected {', '.join(self._choices)}, not {shown(text)!r}.")
         try:
+            if text not in (choices := self._more.get("choices", [text])):
+                raise argparse.ArgumentTypeError(f"expected {', '.join(choices)}, not {shown(text)!r}")
             return self.parse(text)
         except argparse.ArgumentTypeError as error:
             raise UserError(f"{source}: {error}.") from None

@@ -80,6 +80,14 @@ def by_group(calls: Calls) -> dict[Group, dict[int, RankCalls]]:
     return groups
 
 
+def last_call_with(others: Collection[int], groups: Mapping[Group, RankCalls]) -> float:
+    """When a rank last called a collective that needs one of the `others`; -inf if it never has."""
+    shared = [
+        rank_calls for (_, ranks), rank_calls in groups.items() if ranks is None or not {*ranks}.isdisjoint(others)
+    ]
+    return max((group.calls[group.last].at for group in shared if group.last), default=float("-inf"))
+
+
 def find_wait(calls: Calls, world_size: int, told: Collection[int], *, is_over: bool = False) -> Wait | None:
     """The oldest collective that some ranks have entered and others have not.
 

@@ -257,12 +257,12 @@ def _naming(record: Record, first: Event, outcome: Outcome) -> Outcome:
 def _others(record: Record, first: Event) -> str:
     """What has ended the other ranks: the same error as that of the first, which alone is shown, or a stop."""
     likes = {rank: claim.facts.get("like") for rank, claim in record.latest["claim"].items()}
-    same = [rank for rank in sorted(likes) if likes[rank] and likes[rank] == likes.get(first.rank)]
-    same = [rank for rank in same if rank != first.rank]
-    if 0 < len(same) == record.world_size - 1:
-        return " The same error ended all other ranks."
+    like = likes.pop(first.rank, "")
+    same = [rank for rank in sorted(likes) if like and likes[rank] == like]
     if same:
-        return f" The same error ended {record.names(same)}. The others were stopped."
+        are_all = len(same) == record.world_size - 1
+        named = "all other ranks." if are_all else f"{record.names(same)}. The others were stopped."
+        return f" The same error ended {named}"
     return " The other ranks were stopped." if record.world_size > 1 else ""
 
 

@@ -193,12 +193,13 @@ def place(
             fix=more,
         )
     left = min(limit for limit in (total, n, past.announced.max_ranks) if limit is not None)
-    # A restart may have fewer ranks, so only the first attempt refuses.
-    shown_ranks = () if past.attempts else options.log_ranks.split(",")
+    shown_ranks = options.log_ranks.split(",")
     if missing := [rank for rank in shown_ranks if rank.isdigit() and int(rank) >= left]:
         ranks = "rank 0 only" if left == 1 else f"ranks 0 to {left - 1}"
-        no = f"there is no rank {listed(missing)}; the job has {ranks}"
-        raise UserError(f"--log-ranks {shown(options.log_ranks)}: {no}.")
+        sentence = f"--log-ranks {shown(options.log_ranks)}: there is no rank {listed(missing)}; the job has {ranks}."
+        if not past.attempts:  # a restart may have fewer ranks
+            raise UserError(sentence)
+        log.info(sentence)
     placed, here = [], list[Host]()
     for host, slots in room.items():
         if not (count := min(left, slots)):

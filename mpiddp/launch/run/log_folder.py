@@ -8,7 +8,6 @@ A thread writes the files, because a disk may hang. Then text is lost, and the j
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 from mpiddp.launch import log
@@ -19,10 +18,15 @@ _PATIENCE_S = 3.0  # at the end, with a disk that writes nothing
 
 
 class LogFolder:
-    """The folder of one launch. It is made if it does not exist."""
+    """The folder of one launch. It is made if it does not exist.
+
+    The first complaint waits in `complaints` for the thread that owns the screen, else for `close`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.complaints: list[str] = []
+        self.complains = True  # at the end; False if the ranks have said why
         self._lock = threading.Lock()
         self._texts: dict[str, bytearray] = {}  # by the names of their files
         self._unwritten = 0  # bytes
@@ -48,25 +52,24 @@ class LogFolder:
             before = self._unwritten
             self._thread.join(_PATIENCE_S)
         if self._thread.is_alive() or self._has_gap:
-            log.error(f"{self._folder} is too slow for the logs, so some of their lines are lost.")
+            self.complaints.append(f"{self._folder} is too slow for the logs, so some of their lines are lost.")
+        for sentence in self.complaints if self.complains else ():
+            log.error(sentence)
 
     def _write(self) -> None:
         has_complained = is_over = False
-        with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
         while not is_over:
             is_over = self._is_over.wait(_TOGETHER_S)
             with self._lock:
                 texts, self._texts = self._texts, {}
             for name, text in texts.items():
                 try:
+                    self._folder.mkdir(parents=True, exist_ok=True)
                     with (self._folder / name).open("ab") as file:
                         file.write(text)
-                except (FileNotFoundError, NotADirectoryError):
-                    pass  # the folder could not be made, and the ranks say why
-                except OSError as error:  # a full disk may have room again
+                except OSError as error:  # a full disk may have room again, and a file server come back
                     if not has_complained:
-                        log.error(f"{error.filename or name}: {error.strerror}. Its log has a gap.")
+                        self.complaints.append(f"{error.filename or name}: {error.strerror}. Its log has a gap.")
                     has_complained = True
                 with self._lock:
                     self._unwritten -= len(text)

@@ -91,6 +91,13 @@ class MpirunProcess:
         signal_all(partial(self.left, agents=True), signal.SIGKILL)
 
     def left(self, *, agents: bool = False) -> list[int]:
-        """The pids of the job here, without the ranks' agents or only these: they may still send output."""
-        processes = descendants(os.getpid(), but=self._strangers)
-        return [pid for pid, name in processes.items() if (name == AGENT_NAME) is agents]
+        """The pids of the job here, without the ranks' agents or only these: they may still send output.
+
+        A process in the session of this one is no part of the job: a login that asks a host, for example.
+        """
+        processes, left = descendants(os.getpid(), but=self._strangers), []
+        for pid, name in processes.items():
+            with suppress(ProcessLookupError):
+                if (name == AGENT_NAME) is agents and os.getsid(pid) != os.getsid(0):
+                    left.append(pid)
+        return left

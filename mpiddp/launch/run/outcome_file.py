@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ class Report:
         }
         if on_end and not shutil.which(on_end[0]):
             raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
+        self._lock = threading.Lock()  # of the files
         self._write(is_first=True)
 
     def begin(self) -> None:
@@ -78,7 +80,8 @@ class Report:
         ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
         attempt = span | ranks | {"gpus": outcome.gpus} | _ending(outcome)
         self._facts["attempts"].append(attempt)
-        self._write()
+        # A disk may hang, but a restart does not wait for it.
+        threading.Thread(target=self._write, daemon=True).start()
 
     def end(self, outcome: Outcome, resume: str | None) -> None:
         """Add the end of the job, and the command that resumes it. Run the command of `on_end`."""
@@ -106,10 +109,10 @@ class Report:
                     log.error(f"--on-end: {command[0]} has ended with code {code}.")
 
     def _write(self, *, is_first: bool = False) -> None:
-        content = as_json("launch", self._facts) + "\n"
         for path in self._paths:
             try:
-                replace_file(path, content.encode())
+                with self._lock:  # so the latest facts are written last
+                    replace_file(path, f"{as_json('launch', self._facts)}\n".encode())
             except OSError as error:
                 sentence = f"--report: cannot write {path}: {error.strerror}."
                 if is_first:

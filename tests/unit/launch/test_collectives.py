@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mpiddp.launch.judge.calls import find_wait
+from mpiddp.launch.judge.calls import find_wait, last_call_with
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.hangs import next_look_at
 from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
@@ -45,6 +45,17 @@ def test_a_call_that_all_ranks_have_entered_is_no_wait():
         members = [0, 1] if rank < 2 else [2, 3]
         job.tell(rank, 20.0, {f"{members[0]}:nccl": (members, [(1, REDUCE, 5.0, False)])})
     assert job.record.wait is None
+
+
+def test_a_call_of_other_ranks_does_not_prove_that_a_host_lives():
+    """Ranks that go on in a group without a rank, such as an evaluation, do not wait for it."""
+    job = Job(3)
+    shared, alone = [(1, REDUCE, 5.0, True)], [(1, REDUCE, 19.0, False)]
+    job.tell(0, 20.0, {"0:gloo": (None, shared), "1:gloo": ([0, 1], alone)})
+    groups = job.record.calls[0]
+    assert last_call_with({2}, groups) == pytest.approx(5.0)
+    assert last_call_with({1}, groups) == pytest.approx(19.0)
+    assert last_call_with({1}, {}) == float("-inf")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""What the launcher's one thread does while disks, logins and ports do not answer."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+
+from mpiddp.errors import FAILED, STOPPED
+from mpiddp.hosts.hostfile import Host
+from mpiddp.launch.judge.events import Phase, Record, Stop
+from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.plan.command import Command
+from mpiddp.launch.plan.starters import STARTERS
+from mpiddp.launch.run import handover, outcome_file, watchers
+from mpiddp.launch.run.control import SignalQueue
+from mpiddp.launch.run.job import Job, Move
+from mpiddp.launch.run.log_folder import LogFolder
+from mpiddp.launch.run.mpirun import MpirunProcess
+from mpiddp.protocol.server import Event
+
+
+def test_a_log_folder_that_comes_back(tmp_path, capfd):
+    """Texts are kept as soon as the folder can be made, and the screen's thread gets one complaint."""
+    (tmp_path / "logs").write_text("in the way")
+    folder = LogFolder(tmp_path / "logs/launch_1")
+    with closing(folder):
+        folder.add("mpirun.log", b"lost\n")
+        while not folder.complaints:
+            time.sleep(0.01)
+        (tmp_path / "logs").unlink()
+        folder.add("mpirun.log", b"kept\n")
+        assert capfd.readouterr().err == ""
+    assert (tmp_path / "logs/launch_1/mpirun.log").read_bytes() == b"kept\n"
+    (complaint,) = capfd.readouterr().err.splitlines()
+    assert complaint.endswith("Not a directory. Its log has a gap.")
+
+
+def test_a_report_on_a_disk_that_hangs(tmp_path, monkeypatch):
+    """A restart does not wait for it. The last report that is written is the newest."""
+    report = outcome_file.Report("job", paths=[tmp_path / "report.json"])
+    answers, write = threading.Event(), outcome_file.replace_file
+    monkeypatch.setattr(outcome_file, "replace_file", lambda *args: (answers.wait(), write(*args)))
+    report.add(0.0, ["node1"], Outcome(FAILED, "rank 0 failed."))
+    answers.set()
+    report.end(Outcome(STOPPED, "stopped on request."), None)
+    assert '"cause": "stopped"' in (tmp_path / "report.json").read_text()
+
+
+def test_a_login_is_no_process_of_the_job(tmp_path):
+    """The launcher's own logins, which ask hosts meanwhile, are not killed with what mpirun leaves."""
+    starter = STARTERS[1]._replace(program=tmp_path / "mpirun")
+    mpirun = MpirunProcess(starter, Command("sleep", [], ("6000",)))
+    login = subprocess.Popen(["sleep", "6000"])
+    try:
+        assert mpirun.left() == [mpirun._process.pid]
+    finally:
+        mpirun.close()
+        login.kill()
+        login.wait()
+        mpirun._process.wait()
+
+
+def test_a_stop_ends_a_login_that_hangs(monkeypatch):
+    """If mpirun fails at the start, hosts are asked why. A Ctrl-C does not wait for their answers."""
+
+    def ask_hosts(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(6000)
+
+    monkeypatch.setattr(watchers, "ask_hosts", ask_hosts)
+    monkeypatch.setattr(watchers, "PROBE_S", 6000)
+    record = Record(["a", "b"])
+    with closing(SignalQueue()) as signals:
+        hosts = SimpleNamespace(transport=None)
+        plan = SimpleNamespace(options=SimpleNamespace(timeout_s=None), starter=SimpleNamespace(may_wait=False))
+        plan.request = SimpleNamespace(hosts=hosts)
+        agents = SimpleNamespace(others=[], launcher=SimpleNamespace(signals=signals))
+        attempt = SimpleNamespace(agents=agents, plan=plan, record=record, server=None, output=None, timers=None)
+        watchers.LateStart(attempt).on_event(Event("mpirun", facts={"code": 1}))
+        assert signals.receive() == [signal.SIGINT]  # the loop sees it
+    assert record.phase is Phase.STARTING
+
+
+@pytest.mark.parametrize(("rank", "failures", "move"), [(None, 0, Move.GROW), (1, 0, Move.RESTART), (1, 1, Move.END)])
+def test_a_failure_during_growth_counts_as_one(rank, failures, move):
+    """A rank that fails while it stops to grow has failed, and --max-restarts counts it."""
+    launcher = SimpleNamespace(stop_at=float("inf"), why_stop="")
+    past = SimpleNamespace(failures=failures)
+    plan = SimpleNamespace(options=SimpleNamespace(max_restarts=1), past=past)
+    job = Job(launcher, plan, None)
+    assert job.next_move(Outcome(FAILED, "", rank, "a", stop=Stop.TO_GROW)) is move
+
+
+def test_a_port_that_another_program_has(capfd):
+    """Then the hosts are not tried against each other, and a line says so."""
+    hosts = [Host("node1"), Host("node2")]
+    reports = {host: {"launcher": "", "hosts": None if host is hosts[1] else {}} for host in hosts}
+    wanted = {"launcher": "10.0.0.1:5", "meet": ({"node1": "10.0.0.1", "node2": "10.0.0.2"}, 41_111, 3.0, 16)}
+    assert handover._cut_off(reports, wanted) == {}
+    assert "another program has tcp/41111 on node2" in capfd.readouterr().err
