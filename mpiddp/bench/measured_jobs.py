@@ -107,12 +107,7 @@ class Jobs:
         [result] = read_results(output_of(command, timeout_s=self.timeout_s))
         return result
 
-    def report(
-        self,
-        options: Mapping[str, Any],
-        measure: Callable[[], Any],
-        table: Callable[[Any], str],
-    ) -> int:
+    def report(self, options: Mapping[str, Any], measure: Callable[[], Any], table: Callable[[Any], str]) -> int:
         """Measure, print and write; return 0, or the exit code of a failed job: 1 or 2.
 
         Raises UserError, before the first measurement, if --out cannot be used, and JobFailed for a bad disk.

@@ -17,15 +17,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from mpiddp.arguments import OUT, Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
-from mpiddp.bench.measured_jobs import (
-    BenchJobFailed,
-    aligned,
-    new_parser,
-    plan_jobs,
-    spread,
-    started,
-    values_of,
-)
+from mpiddp.bench.measured_jobs import BenchJobFailed, aligned, new_parser, plan_jobs, spread, started, values_of
 from mpiddp.errors import UserError, print_error
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import counted
@@ -137,12 +129,7 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
         )
     span_s = {rank: last[rank].at - first[rank].at for rank in first}
     slowest = min(first, key=lambda rank: steps[rank] / span_s[rank])
-    return {
-        "ranks": ranks,
-        "hosts": len(hosts),
-        "steps": steps[slowest],
-        "seconds": span_s[slowest],
-    }
+    return {"ranks": ranks, "hosts": len(hosts), "steps": steps[slowest], "seconds": span_s[slowest]}
 
 
 def _facts_of(job: RunningJob | None) -> dict[str, Any]:

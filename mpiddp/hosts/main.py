@@ -17,10 +17,7 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     hosts = where.named_hosts(options.hostfile, options.host_list, os.environ, options.login_s)
     if hosts is None:
-        raise UserError(
-            f"mpiddp hosts {options.verb}: on which hosts?",
-            fix="FILE, --hostfile FILE or -H node1,node2",
-        )
+        raise UserError(f"mpiddp hosts {options.verb}: on which hosts?", fix="FILE, --hostfile FILE or -H node1,node2")
     return VERBS[options.verb].run(options, hosts)
 
 

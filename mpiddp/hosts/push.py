@@ -241,12 +241,7 @@ def _extent(folder: str, left_out: Sequence[str]) -> str:
 
 
 def _send(
-    host: Host,
-    folder: str,
-    paths: set[str],
-    sent_before: str,
-    left_out: Sequence[str],
-    transport: Transport,
+    host: Host, folder: str, paths: set[str], sent_before: str, left_out: Sequence[str], transport: Transport
 ) -> int:
     """Send a folder with these paths. Remove the paths of `sent_before` (packed) that were deleted here.
 

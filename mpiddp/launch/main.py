@@ -20,17 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from mpiddp.errors import (
-    BAD_INPUT,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    STOPPED,
-    JobFailed,
-    UserError,
-    fault,
-    without_prefix,
-)
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError, fault, without_prefix
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.judge.outcome import Outcome

@@ -111,11 +111,7 @@ def find_wait(calls: Calls, world_size: int, told: Collection[int], *, is_over: 
 
 
 def _wait_in(
-    members: Sequence[int],
-    ranks: Mapping[int, RankCalls],
-    told: Collection[int],
-    *,
-    is_over: bool,
+    members: Sequence[int], ranks: Mapping[int, RankCalls], told: Collection[int], *, is_over: bool
 ) -> Wait | None:
     """The first call of a group that has not ended on all ranks that have entered it."""
     # The number of the first call that each rank has entered, and that has not ended.

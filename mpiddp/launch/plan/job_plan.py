@@ -75,10 +75,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    options: LaunchOptions,
-    env: Mapping[str, str],
-    past: Past | None = None,
-    logins: Logins | None = None,
+    options: LaunchOptions, env: Mapping[str, str], past: Past | None = None, logins: Logins | None = None
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 

@@ -101,19 +101,16 @@ class LaunchOptions:
         help="file of hosts and slots, one host per line")
     host_list: str | None = common("-H", also=("--host", "--hosts"), value="HOSTS",
         help="hosts and slots: node1:2,node2:4; or a name, @gpu")
-    n: int | None = common("-n", also=("-np",), value="N", parse=_number,
-        help="number of ranks (default: all slots)")
+    n: int | None = common("-n", also=("-np",), value="N", parse=_number, help="number of ranks (default: all slots)")
     npernode: int | None = option("--npernode", also=("--nproc-per-node",), value="N", parse=_number,
         help="number of ranks on each host (default: all slots)")
     needs_gpus: bool = False  # --nproc-per-node gpu
-    exclude: str | None = option("--exclude", value="HOSTS",
-        help="hosts to leave out: node3,node4")
+    exclude: str | None = option("--exclude", value="HOSTS", help="hosts to leave out: node3,node4")
     push: bool = option("--push",
         help="first make this folder and its environment the same on every host, as mpiddp hosts push does")
     bind: str = option("--bind", choices=("none", "numa", "core"), default="none",
         help="bind each rank to nothing, a NUMA node, or a core (default: none)")
-    mpirun: str | None = option("--mpirun", value="PATH",
-        help="mpirun of the MPI to use (its library is used too)")
+    mpirun: str | None = option("--mpirun", value="PATH", help="mpirun of the MPI to use (its library is used too)")
     master_addr: str | None = option("--master-addr", value="ADDR",
         help="rank 0's address, as the other ranks reach it")
     interface: str | None = common("--interface", value="NAME",
@@ -124,15 +121,13 @@ class LaunchOptions:
         help="pass the variables of this file of lines NAME=VALUE")
     mpi_args: tuple[str, ...] = option("--mpi-args", value="ARGS", parse=_mpi_args, repeats=True,
         help="options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
-    check: bool = option("--no-check", default=True,
-        help="skip the preflight checks of the hosts")
+    check: bool = option("--no-check", default=True, help="skip the preflight checks of the hosts")
     wait_s: float | None = option("--wait-for-hosts", value="TIME", parse=duration,
         help="wait up to this long until all names resolve and all hosts answer (default: not at all)")
     login_s: float = option("--login-timeout", value="TIME", parse=duration, default=SSH.login_s,
         help="time that a login over ssh may take (default: 15 s)")
     lost_s: float = option("--lost-after", value="TIME|never", parse=_limit, default=names.LOST_AFTER_S,
-        help="a host that is silent for this long is lost, unless the steps of the other ranks go on "
-        "(default: 45 s)")
+        help="a host that is silent for this long is lost, unless the steps of the other ranks go on (default: 45 s)")
     timeout_s: float | None = option("--timeout", value="TIME", parse=duration,
         help="time in which all ranks must join (default: 60 s)")
     max_restarts: int = common("--max-restarts", value="K", parse=whole(0), default=0,
@@ -142,42 +137,36 @@ class LaunchOptions:
     spares: int = option("--spares", value="K", parse=whole(0), default=0,
         help="keep the last K hosts in reserve; each takes the place of a host that fails the preflight")
     grow_s: float | None = option("--grow", value="TIME", parse=duration,
-        help="how often to look for hosts that are back or new in the hostfile, to save and restart on them "
-        "(default: they join at the next restart)")
+        help="how often to look for hosts that are back or new in the hostfile, to save and restart on them (default: "
+        "they join at the next restart)")
     stop_after_s: float | None = option("--stop-after", value="TIME|never", parse=_limit,
-        help="after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
-        "code is 75 (default: before the scheduler's time limit)")
+        help="after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit code is 75 "
+        "(default: before the scheduler's time limit)")
     grace_s: float = option("--grace", value="TIME", parse=duration, default=30.0,
-        help="time that the ranks have to stop before they are killed; one that is saving has up to 10 "
-        "minutes (default: 30 s)")
+        help="time that the ranks have to stop before they are killed; one that is saving has up to 10 minutes "
+        "(default: 30 s)")
     failed_grace_s: float = option("--failed-grace", value="TIME", parse=duration, default=names.FAILED_GRACE_S,
-        help="time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 "
-        "minutes (default: 3 s)")
+        help="time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 minutes "
+        "(default: 3 s)")
     hang_timeout_s: float | None = option("--hang-timeout", value="TIME", parse=duration,
         help="end the job if for this long no rank makes a step, calls a collective or saves (default: never)")
     log_ranks: str = option("--log-ranks", value="RANKS", parse=_ranks, default=DEFAULT_RANKS,
-        help="the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, "
-        "stderr of all ranks)")
-    timestamps: bool = option("--timestamps",
-        help="write the date and the time before each line of a rank")
+        help="the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, stderr of "
+        "all ranks)")
+    timestamps: bool = option("--timestamps", help="write the date and the time before each line of a rank")
     stdin: str = option("--stdin", choices=("rank0", "none"), default="rank0",
         help="who reads this program's stdin; none leaves it to the shell, as in while read (default: rank0)")
     log_dir: str | None = common("--log-dir", value="DIR",
         help="write all output of each rank to files in DIR on its host")
     log_to: tuple[str, ...] = option("--log-to", value="NAME[:WHERE]", repeats=True,
         help="also write the numbers of mpiddp.log_metrics to tensorboard, wandb, mlflow or trackio (repeatable)")
-    report: str | None = option("--report", value="FILE",
-        help="write how the job ended to FILE, as JSON")
+    report: str | None = option("--report", value="FILE", help="write how the job ended to FILE, as JSON")
     on_end: tuple[str, ...] | None = option("--on-end", value="COMMAND", parse=shell_command,
         help="run this command when the job has ended, with the path of its report")
-    detach: bool = common("--detach",
-        help="go on without this terminal; mpiddp ps, logs and wait follow")
-    dry_run: bool = common("--dry-run",
-        help="start nothing; print the command and its reasons")
-    quiet: bool = option("-q", "--quiet",
-        help="print only errors from mpiddp: no hints, no status")
-    verbose: bool = option("-v", "--verbose",
-        help="print each choice and its reason, and the host of every rank")
+    detach: bool = common("--detach", help="go on without this terminal; mpiddp ps, logs and wait follow")
+    dry_run: bool = common("--dry-run", help="start nothing; print the command and its reasons")
+    quiet: bool = option("-q", "--quiet", help="print only errors from mpiddp: no hints, no status")
+    verbose: bool = option("-v", "--verbose", help="print each choice and its reason, and the host of every rank")
     # fmt: on
 
     @property

@@ -83,13 +83,7 @@ def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:
 # --- slots and ranks ---
 
 
-def _slots(
-    hosts: Hosts,
-    host: Host,
-    gpus: Sequence[Gpu] | None,
-    options: LaunchOptions,
-    env: Mapping[str, str],
-) -> int:
+def _slots(hosts: Hosts, host: Host, gpus: Sequence[Gpu] | None, options: LaunchOptions, env: Mapping[str, str]) -> int:
     """A host's slots: the number of its line, else that of its GPUs.
 
     A scheduler may count cores, so its slots are at most the GPUs. `gpus` is None if no preflight has asked
@@ -188,10 +182,7 @@ def place(
         more = f"{'on CPUs: ' * on_cpus}{flags}-H localhost:{n}" * is_unnamed
         if hosts.starter == "srun" and not npernode:
             more = f"#SBATCH --ntasks={n}"
-        raise UserError(
-            f"-n {n} is more than the {total} slots of {hosts.source}{within} ({by_host}).",
-            fix=more,
-        )
+        raise UserError(f"-n {n} is more than the {total} slots of {hosts.source}{within} ({by_host}).", fix=more)
     left = min(limit for limit in (total, n, past.announced.max_ranks) if limit is not None)
     shown_ranks = options.log_ranks.split(",")
     if missing := [rank for rank in shown_ranks if rank.isdigit() and int(rank) >= left]:

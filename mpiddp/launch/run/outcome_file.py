@@ -23,13 +23,7 @@ from mpiddp.launch import log
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.text import as_json, parts, shown
 
-_CAUSES = {
-    DONE: "done",
-    FAILED: "failed",
-    BAD_INPUT: "bad_input",
-    STOPPED: "stopped",
-    INTERRUPTED: "interrupted",
-}
+_CAUSES = {DONE: "done", FAILED: "failed", BAD_INPUT: "bad_input", STOPPED: "stopped", INTERRUPTED: "interrupted"}
 _UNKNOWN = "exit_code error known_cause fix rank host run_dir checkpoint resume ended_at"
 
 

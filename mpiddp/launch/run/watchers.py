@@ -20,13 +20,7 @@ from typing import Any
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.launch.judge.calls import last_call_with
 from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
-from mpiddp.launch.judge.hangs import (
-    HUNG,
-    find_hang,
-    missing_sentence,
-    next_look_at,
-    places_sentence,
-)
+from mpiddp.launch.judge.hangs import HUNG, find_hang, missing_sentence, next_look_at, places_sentence
 from mpiddp.launch.judge.pace import WINDOW_S
 from mpiddp.launch.judge.stacks import shown_stack
 from mpiddp.launch.judge.stragglers import CHRONIC, find_stragglers, straggler_sentence

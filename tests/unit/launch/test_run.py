@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpiddp.errors import FAILED, STOPPED
-from mpiddp.hosts.hostfile import Host
+from mpiddp.errors import FAILED, STOPPED, UserError
+from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.judge.events import Phase, Record, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.command import Command
+from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.plan.placement import Past, place
 from mpiddp.launch.plan.starters import STARTERS
 from mpiddp.launch.run import handover, outcome_file, watchers
 from mpiddp.launch.run.control import SignalQueue
@@ -103,3 +105,13 @@ def test_a_port_that_another_program_has(capfd):
     wanted = {"launcher": "10.0.0.1:5", "meet": ({"node1": "10.0.0.1", "node2": "10.0.0.2"}, 41_111, 3.0, 16)}
     assert handover._cut_off(reports, wanted) == {}
     assert "another program has tcp/41111 on node2" in capfd.readouterr().err
+
+
+def test_a_restart_without_a_rank_whose_output_is_wanted(capfd):
+    """The first attempt refuses such a --log-ranks. A restart on fewer hosts says it, and goes on."""
+    hosts, options = Hosts("hosts", (Host("localhost", slots=2),)), LaunchOptions(("train.py",), log_ranks="0,5")
+    past = Past(hosts)
+    with pytest.raises(UserError, match="--log-ranks 0,5: there is no rank 5; the job has ranks 0 to 1"):
+        place(hosts, {}, STARTERS[1], options, {}, past, 1)
+    assert place(hosts, {}, STARTERS[1], options, {}, past._replace(attempts=1), 1).world_size == 2
+    assert "there is no rank 5; the job has ranks 0 to 1" in capfd.readouterr().err
