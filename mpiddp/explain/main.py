@@ -8,16 +8,20 @@ mpirun -n 4 python train.py 2>&1 | tee train.log | mpiddp explain -
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, Option
 from mpiddp.errors import DONE, FAILED, UserError, named_by
 from mpiddp.explain.explain import OURS, Explanation, explain_file
 from mpiddp.explain.failures import FAILURES, PROGRAMS
-from mpiddp.text import did_you_mean, escaped
+from mpiddp.text import as_json, did_you_mean, escaped
 
+_REPORT = as_json("launch", {})[:-2].encode()  # the beginning of a job's own report
 _BY_ID = {row.id: row for row in FAILURES}
 _TO_ASK = (
     "To ask somebody, send the command and the first error with 20 lines around it. "
@@ -33,14 +37,16 @@ def main(argv: list[str]) -> int:
         "it. For logs of mpiddp, mpirun, torchrun and Slurm. The id of a known failure is explained too.",
         epilog="Exit codes: 0 explained, 1 nothing failed or nothing known in it, 2 no such log.",
     )
-    Option("log", value="LOGFILE", help="a file, - for stdin, or an id").add_to(parser)
+    Option("log", value="LOGFILE", help="a log, the file of launch --report, - for stdin, or an id").add_to(parser)
     name: str = parser.parse_args(argv).log
     if name != "-" and re.fullmatch("[a-z-]+", name) and not Path(name).exists():
         return _explain_id(name)
     # A Path would change //server/log
     with named_by(""), sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
-        is_empty = not file.peek(1)  # type: ignore[union-attr]
-        log = explain_file(file)
+        begin = file.peek(1)  # type: ignore[union-attr]
+        if begin.startswith(_REPORT):
+            return _explain_report(escaped(name), json.load(file))
+        is_empty, log = not begin, explain_file(file)
     name = "stdin" if name == "-" and is_empty else escaped(name)
     explanations = log.explanations
     if log.stop is not None:
@@ -62,6 +68,17 @@ def main(argv: list[str]) -> int:
         sentence = f'The last sentence of mpiddp in it is: "{last}". ' if last else ""
         print(f"{name}: no known failure in it. {sentence}{_TO_ASK}")
     return FAILED
+
+
+def _explain_report(name: str, report: Mapping[str, Any]) -> int:
+    """Print how a job has ended, by its own report. Its fields are facts, so no line has to be recognized."""
+    cause, remedy = report["known_cause"], report["fix"]
+    if report["cause"] not in ("failed", "bad_input"):
+        print(f"{name}: no failure: the job is {report['cause']}.")
+        return FAILED
+    print("\n".join(escaped(text, keep="\n") for text in (f"{name}: {report['error']}", cause) if text))
+    print(f"Fix:  {escaped(remedy)}" if remedy else f"No known failure. {_TO_ASK}")
+    return DONE if cause or remedy else FAILED
 
 
 def _print_cause(name: str, first: Explanation, *others: Explanation) -> int:

@@ -16,6 +16,9 @@ from mpiddp import cli
 from mpiddp.cli import VERBS
 from mpiddp.explain.explain import explain, explain_file
 from mpiddp.explain.failures import FAILURES
+from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.run.outcome_file import Report
+from mpiddp.text import with_fix
 from tests.support.ranks import ROOT
 
 TEXTS = ROOT / "tests" / "data" / "failures"
@@ -177,6 +180,20 @@ def test_a_stopped_job_has_not_failed(sentence, resume, tmp_path, command):
     assert rest == ([f"To resume: {resume}"] if resume else [])
     log.write_text("\n".join([*lines, VERDICT, ""]))  # it has failed after all
     assert "did not fail" not in command(log)[1]
+
+
+def test_a_report_is_read_and_not_its_prose(tmp_path, command):
+    """The file of launch --report says how the job ended, in whatever words, and what mends it."""
+    report = Report("job", paths=[path := tmp_path / "report.json"])
+    assert command(path) == (1, f"{path}: no failure: the job is running.\n", "")
+    known = with_fix('"Killed" has a known cause. Linux: the memory was full.', "a smaller batch")
+    report.end(Outcome(1, "whatever the launcher says.", 1, "n2", known_cause=known), None)
+    ended, cause, remedy = command(path)[1].splitlines()
+    assert (ended, remedy) == (f"{path}: whatever the launcher says.", "Fix:  a smaller batch")
+    assert cause.endswith("the memory was full.")
+    report.end(Outcome(1, "whatever the launcher says."), None)
+    code, out, _ = command(path)
+    assert (code, "No known failure. " in out) == (1, True)
 
 
 HELD_OUT = [
