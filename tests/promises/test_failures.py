@@ -541,6 +541,8 @@ def test_a_killed_launcher_leaves_nothing(here):
 TWO_ERRORS = """
 import atexit, os, sys, time
 rank, how = int(os.environ["RANK"]), sys.argv[1]
+if how == "hook":
+    sys.excepthook = lambda _, error, __: print(f"RuntimeError: {error}", file=sys.stderr)
 if how == "lost":
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
@@ -551,7 +553,7 @@ elif rank == int(how == "1"):
 else:
     while not os.path.exists("has_failed"):
         time.sleep(0.01)
-raise RuntimeError(["error of rank 0", "cannot restore a socket"][rank if how != "same" else 0])
+raise RuntimeError(["error of rank 0", "cannot restore a socket"][rank if how not in ("same", "hook") else 0])
 """
 
 
@@ -562,11 +564,13 @@ raise RuntimeError(["error of rank 0", "cannot restore a socket"][rank if how !=
         ("1", "cannot restore a socket", "error of rank 0"),
         ("lost", "error of rank 0", ""),
         ("same", "error of rank 0", ""),
+        ("hook", "error of rank 0", "error of rank 0"),
     ],
 )
 def test_the_error_of_a_second_rank(here, how, first, second):
     """The rank that failed first is named, whatever its words are. A second rank's own error is shown, too.
-    One that follows from the end of the first, or is the same error, is in its file alone.
+    One that follows from the end of the first, or is the same error, is in its file alone, unless the script
+    has a hook of its own for it.
     """
     logs = here.folder / "logs"
     script = here.script(TWO_ERRORS)
@@ -575,7 +579,7 @@ def test_the_error_of_a_second_rank(here, how, first, second):
     shown = re.findall(r"^(?:\[rank\d\]: )?RuntimeError: (.*)", done.stderr, re.M)
     assert sorted(shown) == sorted(filter(None, [first, second]))
     last = (logs / "rank_00001.err").read_text().splitlines()[-1]
-    assert {"lost": "gloo", "same": first}.get(how, "cannot restore") in last
+    assert {"lost": "gloo", "same": first, "hook": first}.get(how, "cannot restore") in last
     assert verdict(done).endswith(" The same error ended all other ranks.") is (how == "same")
 
 

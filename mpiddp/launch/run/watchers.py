@@ -121,10 +121,11 @@ class LateStart(Watcher):
             case "joining" if len(record.latest["joining"]) == 1:
                 self._allow(event.facts["timeout_s"])
             case "mpirun" if event.facts["code"]:  # its ssh may have failed
-                # A stop ends the logins. The loop sees its signal as well.
+                lost = list[str]()
                 with suppress(KeyboardInterrupt), self.launcher.signals.interrupting():
-                    if lost := self._probe():
-                        self.attempt.note("end", failed=False, why="\n".join(lost), overdue="")
+                    lost = self._probe()  # a stop ends the logins, and the loop sees its signal as well
+                if lost:
+                    self.attempt.note("end", failed=False, why="\n".join(lost), overdue="")
 
     def _allow(self, seconds: float) -> None:
         self._is_late, self._limit_s, self._ends_at = False, seconds, time.monotonic() + seconds

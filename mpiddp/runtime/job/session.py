@@ -154,7 +154,8 @@ class Session:
         """
         like = ""
         with contextlib.suppress(Exception):  # the __str__ of the error may fail
-            if self.is_shown and isinstance(error, Exception):  # a Ctrl-C interrupts each rank elsewhere
+            # A Ctrl-C interrupts each rank elsewhere. A hook of the script's own, as of wandb, may do more than print.
+            if self.is_shown and isinstance(error, Exception) and _hook() is sys.__excepthook__:
                 like = digest(fault(error).encode(errors="replace")).hex()
         if self.coordinator.connection is None:
             answer = self._agent_answer("claim", like=like)
@@ -245,6 +246,14 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def _hook() -> Any:
+    """The hook that prints the error of the script, without torch's, which only adds the rank and calls it."""
+    hook: Any = sys.excepthook
+    while hook.__module__ == "torch.distributed.distributed_c10d":
+        hook = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["old_hook"].cell_contents
+    return hook
 
 
 def _stacks() -> str:
