@@ -339,9 +339,9 @@ class RankAttempt:
         ranks, child, now = self.coordinator, self.child, time.monotonic()
         has_news = bool(self._ends_at or ranks.code_of_failure or ranks.is_lost)
         if has_news and child.messages.pop("lost_connection", {}):
-            child.tell({"type": "failure elsewhere"})  # it explains the lost connection
+            child.tell({"type": "lost_connection"})  # it explains the lost connection
         if (ranks.first_failure or not ranks.connection) and child.messages.pop("claim", {}):
-            child.tell({"type": "claimed", "first": ranks.first_failure or (True, "")})
+            child.tell({"type": "claim", "first": ranks.first_failure or (True, "")})
         if self._ended_by is EndedBy.OTHERS:
             return
         ranks.is_lost |= self._is_cut_off(now)

@@ -172,7 +172,8 @@ class Session:
         with contextlib.suppress(OSError, ValueError):  # the script has closed it
             try:
                 self.control.settimeout(GRACE_S)
-                return dict(json.loads(self.control.recv(CHUNK)))
+                answer: dict[str, Any] = json.loads(self.control.recv(CHUNK))
+                return answer if answer["type"] == question else {}  # not that of an earlier question
             finally:
                 self.control.settimeout(None)
         return {}
