@@ -20,6 +20,7 @@ from mpiddp.hosts.interfaces import interfaces
 CONNECT_S = 3.0
 LARGE = 256 << 10  # bytes; they need packets of full size, which a path with a wrong MTU loses
 _AT_ONCE = 64  # connections
+_MOST_THREADS = 512  # so that a port scanner cannot start more. The kernel confirms bytes meanwhile
 _PAUSE_S = 0.02
 _OF_TCP = 128  # bytes of tcp_info, up to the fields of Linux 4.1
 
@@ -53,6 +54,8 @@ def meet(addresses: dict[str, str], port: int, start_s: float, most: int) -> dic
 
     def accept() -> None:
         while True:
+            while threading.active_count() >= _MOST_THREADS:
+                time.sleep(_PAUSE_S)
             connection, _ = listener.accept()
             threading.Thread(target=_serve, args=(connection, served), daemon=True).start()
 

@@ -1,12 +1,16 @@
 """Ports, names, and which addresses answer, on this machine's loopback."""
 
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import reachability
+from mpiddp.hosts.interfaces import Interface
 from mpiddp.runtime.rendezvous import sockets
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -33,6 +37,28 @@ def test_a_busy_program_is_no_fault_of_the_network(monkeypatch):
         assert found == {"error": "", "large": ""}
     # Without a listener, the connection itself fails.
     assert reachability._reach("127.0.0.1", port, time.monotonic())["error"] == "Connection refused"
+
+
+def test_a_port_scanner_starts_few_threads(monkeypatch):
+    """Hosts that meet answer each other, although strangers connect and say nothing."""
+    monkeypatch.setattr(reachability, "interfaces", lambda: [Interface("lo", "127.0.0.1", "127.0.0.0/8")])
+    monkeypatch.setattr(reachability, "CONNECT_S", 1.0)
+    monkeypatch.setattr(reachability, "_MOST_THREADS", limit := threading.active_count() + 8)
+    with socket.create_server(("127.0.0.2", 0)) as other, ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        port = other.getsockname()[1]
+        addresses = {"node0": "127.0.0.1", "node1": "127.0.0.2"}
+        met = pool.submit(reachability.meet, addresses, port, PATIENCE_S, 16)
+        served = threading.Semaphore(0)
+        reachability._serve(other.accept()[0], served)  # node0 listens by now
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)]
+        most = threading.active_count()
+        reached = {"error": "", "large": ""}
+        assert reachability._reach("127.0.0.1", port, 0.0) == reached
+        assert max(most, threading.active_count()) <= limit
+        for stranger in strangers:
+            stranger.close()
+        assert reachability._reach("127.0.0.1", port, 0.0) == reached
+        assert met.result(PATIENCE_S) == {"node1": reached}
 
 
 def test_a_silent_address_is_waited_for_only_until_the_best_one_answers(monkeypatch):
