@@ -14,12 +14,14 @@ from pathlib import Path
 WRITE_LOCK = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
-def read_limited(path: Path, limit: int) -> bytes:
-    """The contents of a regular file of at most `limit` bytes. Raises OSError, as for a device."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # a device may never end
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with path.open("rb") as file:
+def read_limited(path: Path, limit: int, *, is_ours: bool = False) -> bytes:
+    """The contents of a regular file of at most `limit` bytes; `is_ours`: of this user or root. Raises OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device may never end
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if is_ours and status.st_uid not in (0, os.geteuid()):
+            raise PermissionError(errno.EPERM, "another user's file", str(path))
         content = file.read(min(status.st_size, limit) + 1)  # read allocates as much as it is told
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))

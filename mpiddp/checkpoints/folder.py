@@ -45,7 +45,7 @@ MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
 SUFFIX = ".safetensors"
 SHARDS = "shard_"  # begins the names of the files of shards, and no key of a state
-_MAX_BYTES = 1 << 30  # a file of JSON is never larger
+MAX_BYTES = 1 << 30  # a file of JSON is never larger
 _OLD = ".old"  # ends the name of a checkpoint that is set aside
 _NAME = re.compile(rf"step_([0-9]{{8,18}})({re.escape(_OLD)}[0-9]*)?")
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without locks raises these
@@ -90,7 +90,7 @@ class About:
     @classmethod
     def read(cls, path: Path) -> About:
         """Raises OSError; ValueError, TypeError or RecursionError for contents of another program."""
-        table = json.loads(read_limited(path, _MAX_BYTES))
+        table = json.loads(read_limited(path, MAX_BYTES))
         return cls(**{name: table[name] for name in cls.__match_args__ if name in table})
 
 
@@ -327,7 +327,7 @@ def list_files(folder: Path) -> Listing:
 
 def _read(folder: Path, name: str) -> bytes:
     with reading(folder, name):
-        return read_limited(folder / name, _MAX_BYTES)
+        return read_limited(folder / name, MAX_BYTES)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import COMPLETE, step_of, steps_among
-from mpiddp.files import replace_file
+from mpiddp.files import read_limited, replace_file
 
 WISHES, PINS, REWIND, METRICS = "wishes.json", "pins", "REWIND", "metrics.jsonl"
 
@@ -81,7 +81,7 @@ def pinned_in(run: Path) -> set[int]:
 
 def read_file(run: Path, name: str) -> bytes:
     """The contents of a small file of a run's folder, b"" if it is missing. Raises OSError."""
-    return (run / name).read_bytes() if (run / name).exists() else b""
+    return read_limited(run / name, folders.MAX_BYTES) if (run / name).exists() else b""
 
 
 def scores_in(path: Path, metric: str) -> dict[int, float]:

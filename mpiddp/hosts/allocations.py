@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile, read_hostfile
 from mpiddp.hosts.names import MAX_HOSTS, expand_nodelist
+from mpiddp.hosts.processes import fact_of
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SRUN, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import parse_whole, shown
 
@@ -328,9 +328,7 @@ def in_slurm_terminal(env: Mapping[str, str]) -> bool:
     """
     if "SLURM_PTY_PORT" not in env or env.get("SLURM_PROCID") != "0":
         return False
-    try:
-        stat = Path("/proc", env.get("SLURM_TASK_PID") or "self", "stat").read_bytes()
-    except OSError:  # in a container, the task has another pid
-        stat = Path("/proc/self/stat").read_bytes()
+    # In a container, the task has another pid.
+    stat = fact_of(env.get("SLURM_TASK_PID") or "self", "stat") or fact_of("self", "stat")
     # "pid (name) state ppid pgrp session tty_nr …". The name may contain any bytes, including parentheses.
     return stat.rpartition(b")")[2].split()[4] != b"0"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, Holder, Xid, read_gpus, tool_output
-from mpiddp.hosts.processes import command_of, marked
+from mpiddp.hosts.processes import command_of, fact_of, marked
 
 MORE_S = 3.0  # the query for processes, and each log of the kernel, may take so long
 SINCE_S = 3600  # older entries of the logs do not count
@@ -60,17 +60,10 @@ def who(pid: str) -> tuple[str, str]:
 
 def _is_left(pid: str) -> bool:
     """Whether the process belongs to a job of mpiddp that has no agent on this host any more."""
-    with suppress(OSError):  # it belongs to another user
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(_MARK):
-                # All processes of the job count: one in a container is no descendant of the agent.
-                return not any(map(_is_agent, marked(variable)))
-    return False
-
-
-def _is_agent(pid: int) -> bool:
-    with suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/comm").read_bytes().startswith(_AGENT)
+    for variable in fact_of(pid, "environ").split(b"\0"):
+        if variable.startswith(_MARK):
+            # All processes of the job count: one in a container is no descendant of the agent.
+            return not any(fact_of(member, "comm").startswith(_AGENT) for member in marked(variable))
     return False
 
 

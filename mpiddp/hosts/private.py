@@ -68,10 +68,9 @@ def reach_launcher(at: str, key: str) -> str:
 
 def keep(name: str, variables: bytes) -> None:
     """Put packed variables where `take` finds them. Both raise OSError if others can enter the folder."""
-    for folder in _PARENT.glob(f"{_BEGINNING}*"):
-        with suppress(OSError):
-            if is_private(folder) and folder.lstat().st_mtime < time.time() - _STALE_S:
-                shutil.rmtree(folder, ignore_errors=True)
+    for folder, status in private_folders(_PARENT, _BEGINNING):
+        if status.st_mtime < time.time() - _STALE_S:
+            shutil.rmtree(folder, ignore_errors=True)
     folder = _folder(name)
     with suppress(FileExistsError):  # another host shares /tmp
         folder.mkdir(mode=0o700)
@@ -102,8 +101,7 @@ def _check_room(folder: Path) -> None:
 
 def take(name: str) -> dict[str, str]:
     """The variables that this host keeps under this name."""
-    folder = _folder(name)
-    _check(folder)
+    _check(folder := _folder(name))
     rows = (folder / "variables").read_bytes().split(b"\0")[:-1]
     return dict(os.fsdecode(row).split("=", 1) for row in rows)
 
@@ -114,16 +112,19 @@ def _folder(name: str) -> Path:
     return _PARENT / f"{name}-{os.getuid()}"  # hosts with other users may share the parent
 
 
-def _check(folder: Path) -> None:
-    if not is_private(folder):
-        raise PermissionError(errno.EPERM, "another user can enter it", str(folder))
-
-
-def is_private(folder: Path) -> bool:
-    """Whether this is a real folder, and only the user of this process can enter it."""
+def _check(folder: Path) -> os.stat_result:
+    """The status of a folder. Raises OSError unless it is a real one, which only this user can enter."""
     status = folder.lstat()
-    mode = status.st_mode
-    return stat.S_ISDIR(mode) and status.st_uid == os.getuid() and not mode & 0o077
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "another user can enter it", str(folder))
+    return status
+
+
+def private_folders(parent: Path, beginning: str) -> Iterator[tuple[Path, os.stat_result]]:
+    """The folders of this user alone whose names begin so. Others may make any name, and a pipe, in /tmp."""
+    for folder in parent.glob(f"{beginning}*"):
+        with suppress(OSError):  # it is not, or is removed meanwhile
+            yield folder, _check(folder)
 
 
 def remove(name: str) -> None:
@@ -156,13 +157,11 @@ def own_folder(env: Mapping[str, str]) -> Iterator[Path]:
     if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
     beginning = f"mpiddp-{zlib.crc32(socket.gethostname().encode()):08x}"
-    for lock in Path(parent).glob(f"{beginning}-*/{_LOCK}"):
-        # If the owner is alive, it holds the lock. A file that another user may write is not opened.
-        with suppress(OSError):
-            if is_private(lock.parent):
-                with lock.open("rb+") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(lock.parent, ignore_errors=True)
+    for folder, _ in private_folders(Path(parent), f"{beginning}-"):
+        # If the owner is alive, it holds the lock.
+        with suppress(OSError), (folder / _LOCK).open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
     folder = Path(parent, f"{beginning}-{os.urandom(8).hex()}")
     try:
         owner = locked_folder(folder, _LOCK)

@@ -81,32 +81,23 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
     return dict(below)
 
 
-def arguments_of(pid: int) -> bytes:
-    """The arguments of a process, each with a zero byte; b"" if it has none, or has ended."""
+def fact_of(pid: int | str, name: str) -> bytes:
+    """A file of a process, as proc(5) describes it; b"" if it has ended, or belongs to another user."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""
 
 
 def command_of(pid: int) -> str:
     """The beginning of a process's command line; "" if it has none, or has ended."""
-    line = arguments_of(pid).rstrip(b"\0").replace(b"\0", b" ")
+    line = fact_of(pid, "cmdline").rstrip(b"\0").replace(b"\0", b" ")
     return line.decode(errors="replace")[:_LONGEST_COMMAND]
-
-
-def state_of(pid: int) -> str:
-    """The state of a process as in proc(5), "T" if it is stopped; "" if it has ended."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()[0]
-    return ""
 
 
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
-    with suppress(OSError, ValueError, IndexError):  # it has ended
-        status = Path(f"/proc/{pid}/status").read_text("latin-1")
-        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
-    return False
+    signals = fact_of(pid, "status").partition(b"SigCgt:")[2].split()
+    return bool(signals and int(signals[0], 16) >> (number - 1) & 1)
 
 
 @contextmanager

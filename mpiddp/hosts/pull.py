@@ -33,7 +33,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         raise UserError(f"mpiddp hosts pull: expected one folder, not {len(options.folders)}.")
     push.refuse_home(folder := Path(push.parse_folder(options.folders[0])), "a run")
     others = other_hosts(hosts.hosts)
-    program = program_that_prints((pushed,), f"has({str(folder)!a})")
+    program = program_that_prints(push.TRAVELLING, f"has({str(folder)!a})")
     answers = ask_hosts(others, program, transport=hosts.transport)
     failures = push.refusals(answers)
     have_it = {host: answers[host].value for host in others if host not in failures}
@@ -63,7 +63,7 @@ def _pull(host: Host, folder: Path, transport: Transport) -> str:
     # rsync writes an odd name in another way.
     known = [name for name in sorted(names) if (folder / name).is_file()]
     begin = [(name, *pushed.beginning(folder / name)) for name in known]
-    program = program_that_prints((pushed,), f"grown({str(folder)!a}, {begin!a})")
+    program = program_that_prints(push.TRAVELLING, f"grown({str(folder)!a}, {begin!a})")
     grown = (ask_hosts([host], program, transport=transport)[host].value or ()) if names else ()
     if grown:  # files that were pulled while the job ran
         chosen = ("--from0", "--files-from=-", *paths)

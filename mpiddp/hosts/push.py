@@ -24,10 +24,12 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mpiddp import files
 from mpiddp.arguments import Option, whole
 from mpiddp.errors import DONE, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts import pushed
@@ -42,6 +44,7 @@ from mpiddp.text import counted, escaped, names_by_value, shown, size_text, with
 _OTHERS = ("envs", "pkgs")
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 _REPLACED = ".mpiddp-replaced"
+TRAVELLING = (files, pushed)
 _MOST_LISTED = 1 << 27  # bytes of a list of paths that a host may have written,
 _MOST_PATHS = 5_000_000  # and its paths
 _AT_ONCE = 8  # rsync processes
@@ -171,14 +174,14 @@ def push(
             if not any(Path(folder).iterdir()):
                 raise UserError(f"{folder} has nothing to push.")
     others = other_hosts(hosts)
-    prepare = program_that_prints((pushed,), f"prepare({folders!a})")
+    prepare = program_that_prints(TRAVELLING, f"prepare({folders!a})")
     answers = ask_hosts(others, prepare, transport=transport)
     failures = refusals(answers)
     if len(hosts) - len(failures) < least:
         raise failure_of([answers[host] for host in failures], failures.values())
     # The environment needs no list, because it is made identical.
     listed = [() if folder in _environment() else _paths(folder, left_out) for folder in folders]
-    paths = [{*of_folder} for of_folder in listed] if others else []
+    paths = [frozenset(of_folder) for of_folder in listed] if others else []
 
     def send(host: Host) -> int | str:
         parts = zip(folders, paths, answers[host].value, strict=True)
@@ -218,12 +221,12 @@ def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
     """The files and links of a folder that a push sends, without those of another environment."""
     left_out = _left_out(folder, left_out)
     skipped = {*_environment(), *(f"{folder}/{name}" for name in left_out)} - {folder}
-    for place, folders, files in os.walk(folder):
+    for place, folders, names in os.walk(folder):
         if place in skipped:
             folders.clear()
             continue
         links = [name for name in folders if Path(place, name).is_symlink()]
-        yield from (f"{place}/{name}"[len(folder) + 1 :] for name in (*files, *links))
+        yield from (f"{place}/{name}"[len(folder) + 1 :] for name in (*names, *links))
 
 
 def _left_out(folder: str, names: Sequence[str]) -> Sequence[str]:
@@ -241,7 +244,7 @@ def _extent(folder: str, left_out: Sequence[str]) -> str:
 
 
 def _send(
-    host: Host, folder: str, paths: set[str], sent_before: str, left_out: Sequence[str], transport: Transport
+    host: Host, folder: str, paths: frozenset[str], sent_before: str, left_out: Sequence[str], transport: Transport
 ) -> int:
     """Send a folder with these paths. Remove the paths of `sent_before` (packed) that were deleted here.
 
@@ -271,12 +274,16 @@ def _send(
     sent = paths | {path for path in deleted if path.partition("/")[0] in left_out}
     if sent != before:
         with TemporaryDirectory() as new:
-            # The paths are packed, because a folder may have a million files.
-            packed = b64encode(zlib.compress(os.fsencode("\0".join(sorted(sent)))))
-            (file := Path(new, pushed.SENT)).write_bytes(packed)
+            (file := Path(new, pushed.SENT)).write_bytes(_packed(sent))
             # Without a delay, because hosts that share a disk receive the same file at the same time.
             rsync(host, transport, "--no-delay-updates", "--", str(file), f"{host.alias}:{folder}/")
     return max(1, sum(sizes(lines))) if lines else 0
+
+
+@cache
+def _packed(paths: frozenset[str]) -> bytes:
+    """The paths as a host keeps them, once for all hosts, because a folder may have a million files."""
+    return b64encode(zlib.compress(os.fsencode("\0".join(sorted(paths)))))
 
 
 def listed_paths(packed: str) -> set[str]:

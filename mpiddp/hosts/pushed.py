@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mpiddp.files import read_limited
+
 SENT = ".mpiddp-sent"  # a file in a folder: the packed paths that pushes have sent to this host
+_LONGEST_LIST = 15 << 20  # bytes, less than the most that a login may print
 NO_RSYNC = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
 
 
@@ -48,7 +51,7 @@ def prepare(folders: Sequence[str]) -> str | list[str]:
         except OSError as error:
             return f"{folder}: {error.strerror}."
         with suppress(OSError, ValueError):  # nothing has been sent yet
-            sent[number] = (folder / SENT).read_text("ascii")
+            sent[number] = read_limited(folder / SENT, _LONGEST_LIST, is_ours=True).decode("ascii")
     return sent
 
 

@@ -188,7 +188,7 @@ class Child:
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
         self.forget_kills()
-        self.has_begun, self._arguments = True, processes.arguments_of(self.pid)
+        self.has_begun, self._arguments = True, processes.fact_of(self.pid, "cmdline")
         args = rank.program.args[len(self._rank.program.args) :]
         env, mpi = {**rank.orders.variables, **variables}, mpi_environment(rank.variables)
         is_shown = bool(self.outputs and self.outputs[-1].connection)
@@ -287,7 +287,7 @@ class Child:
         if left:
             commands = {pid: processes.command_of(pid) or name for pid, name in left.items()}
             # A fork has the arguments of its script's process, which name no script.
-            forks = [pid for pid in left if processes.arguments_of(pid) == self._arguments]
+            forks = [pid for pid in left if processes.fact_of(pid, "cmdline") == self._arguments]
             commands |= dict.fromkeys(forks, "a fork of the script")
             names = [f"pid {pid} ({name})" for pid, name in commands.items()]
             self.say(f"ended what the script has left behind: {', '.join(names)}.")
@@ -331,7 +331,7 @@ class Child:
 def _cleans_up(pid: int) -> bool:
     """Whether this is a process of multiprocessing, or torch, that cleans up after those it serves."""
     with contextlib.suppress(OSError):  # it has ended
-        return any(name in processes.arguments_of(pid) for name in _CLEAN_UP)
+        return any(name in processes.fact_of(pid, "cmdline") for name in _CLEAN_UP)
     return False
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from mpiddp.errors import UserError, cause_of, print_error
 from mpiddp.files import locked_folder, read_limited
-from mpiddp.hosts.private import is_private
+from mpiddp.hosts.private import private_folders
 from mpiddp.protocol.channel import state_folder
 
 LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two parts are kept
@@ -62,7 +62,7 @@ class DetachedJob:
     def report(self) -> dict[str, Any]:
         """The report that `mpiddp.launch.run.outcome_file` writes, {} if it cannot be read."""
         with suppress(OSError, ValueError):
-            report = json.loads(read_limited(self.report_path, _LONGEST_REPORT))
+            report = json.loads(read_limited(self.report_path, _LONGEST_REPORT, is_ours=True))
             return report if isinstance(report, dict) else {}
         return {}
 
@@ -107,11 +107,9 @@ class DetachedJob:
 def detached_jobs() -> list[DetachedJob]:
     """All jobs whose folders are kept, the latest first."""
     begun = []
-    for lock in (state_folder() / "jobs").glob("*/lock"):
-        # A group may write the state folder, and a FIFO of another user would wait for ever.
+    for folder, _ in private_folders(state_folder() / "jobs", ""):
         with suppress(OSError):  # removed meanwhile
-            if is_private(lock.parent):
-                begun.append((lock.stat().st_mtime, DetachedJob(lock.parent)))
+            begun.append(((folder / "lock").stat().st_mtime, DetachedJob(folder)))
     return [job for _, job in sorted(begun, key=lambda pair: pair[0], reverse=True)]
 
 

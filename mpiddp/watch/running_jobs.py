@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from mpiddp.arguments import OneSentenceParser, Option
 from mpiddp.errors import UserError
-from mpiddp.hosts.private import is_private
-from mpiddp.hosts.processes import state_of
+from mpiddp.hosts.private import private_folders
+from mpiddp.hosts.processes import fact_of
 from mpiddp.protocol.channel import NAMED_AT, VIEW_JOB, VIEWED_AT, encode, viewed_folders
 from mpiddp.text import listed, shown
 from mpiddp.watch.detached import DetachedJob, detached_jobs
@@ -65,7 +65,7 @@ class RunningJob:
     @property
     def silence(self) -> str:
         """The phase of a job that does not answer."""
-        return "suspended" if state_of(self.pid) == "T" else NO_ANSWER
+        return "suspended" if b") T " in fact_of(self.pid, "stat") else NO_ANSWER
 
 
 _AnyJob = TypeVar("_AnyJob", RunningJob, DetachedJob)
@@ -157,13 +157,7 @@ def hosts_of(facts: Facts) -> list[str]:
 
 def sockets() -> list[Path]:
     """The sockets of all launchers of this user. Dead launchers may have left theirs."""
-    paths = []
-    for path in viewed_folders():
-        for folder in path.parent.glob(f"{path.name}*"):
-            with contextlib.suppress(OSError):
-                if is_private(folder):  # another user may make a folder of any name in /tmp
-                    paths.append(folder / VIEWED_AT)
-    return paths
+    return [folder / VIEWED_AT for path in viewed_folders() for folder, _ in private_folders(path.parent, path.name)]
 
 
 def _connected(path: Path) -> tuple[socket.socket, int] | None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp import files
 from mpiddp.doctor import there
-from mpiddp.hosts import facts, gpu_health, gpus, interfaces, processes, program_files, reachability
+from mpiddp.hosts import facts, gpu_health, gpus, interfaces, processes, program_files, pushed, reachability
 from mpiddp.hosts.program_files import files_of, import_folders
 from mpiddp.hosts.ssh import CHECK_PYTHON, program_that_prints
 from mpiddp.launch.plan.preflight import TRAVELLING
@@ -115,7 +116,7 @@ def test_a_file_that_cannot_be_read_has_no_digest(tmp_path):
     assert files_of("script", "gone.py", str(tmp_path)) == [("gone.py", "")]
 
 
-SENT = (interfaces, gpus, gpu_health, program_files, facts, reachability, there, processes)
+SENT = (files, pushed, interfaces, gpus, gpu_health, program_files, facts, reachability, there, processes)
 
 
 def run_bare(program, folder):

@@ -1,10 +1,12 @@
 """What a push believes of a host. tests/promises/test_hosts.py has the pushes."""
 
+import os
 import resource
 import zlib
 from base64 import b64encode
 
-from mpiddp.hosts import push
+from mpiddp.files import read_limited
+from mpiddp.hosts import push, pushed
 
 
 def test_a_list_that_a_host_has_written_does_not_fill_the_memory():
@@ -17,3 +19,17 @@ def test_a_list_that_a_host_has_written_does_not_fill_the_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert push.listed_paths(b64encode(bomb).decode()) == set()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # kB
+
+
+def test_a_list_of_another_hand_is_none(tmp_path):
+    """In a folder that others may write, nobody waits for a pipe, and another user's list removes no file."""
+    kept = tmp_path / pushed.SENT
+    kept.write_text("list")
+    assert pushed.prepare([str(tmp_path)]) == ["list"]
+    if os.geteuid() == 0:  # others may give no file away
+        os.chown(kept, 60_001, -1)
+        assert pushed.prepare([str(tmp_path)]) == [""]
+        assert read_limited(kept, 4) == b"list"
+    kept.unlink()
+    os.mkfifo(kept)
+    assert pushed.prepare([str(tmp_path)]) == [""]
