@@ -77,10 +77,10 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
 
 
 def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
-    """The GPUs of each host, 1 on CPU hosts. Raises ValueError if the variables do not say it.
+    """The GPUs of each host, 1 on CPU hosts. Raises ValueError if nothing says it.
 
     A batch script has the first variable, for its own host. The shell of salloc has only the request, such as
-    "2" or "a100:2,h100:1". The last variable is a sum over all hosts, which Slurm may divide unevenly.
+    "2" or "a100:2,h100:1". The last variable is a sum over all hosts, of which only scontrol tells the parts.
     """
     sums = []
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"):
@@ -89,8 +89,15 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
             raise ValueError(f"{variable}={shown(env[variable])} is not a number of GPUs")
         sums.append(sum(map(int, numbers)))
     on_node, per_node, total = sums
-    if on_node and not per_node and total not in (0, on_node * len(names)):
-        raise ValueError(f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many")
+    if not per_node and total not in (0, on_node * len(names)):
+        text = _answer(env, "scontrol", "--details", "show", "job", env["SLURM_JOB_ID"])
+        gpus = dict[str, int]()  # "Nodes=n[1-2] CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1)"
+        for nodes, granted in re.findall(r"\bNodes=(\S+) CPU_IDs=.* GRES=(\S*)", text):
+            count = sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", granted)))
+            gpus |= dict.fromkeys(expand_nodelist(nodes), count)
+        if sum(gpus.values()) != total or not gpus.keys() >= {*names}:
+            raise ValueError(f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many")
+        return [gpus[name] for name in names]
     return [on_node or per_node or 1] * len(names)
 
 

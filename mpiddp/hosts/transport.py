@@ -68,10 +68,14 @@ _SRUN_NEEDS = re.compile("(?!SLURM_|SRUN_)|SLURM_(CONF|JOB_?ID$|(WORKING_)?CLUST
 def _for_srun(env: Mapping[str, str]) -> dict[str, str]:
     """`env` for a step on one node, with all of its GPUs. srun takes variables of the job for options.
 
-    Without its own number of GPUs, a step would want those of all nodes, or of one task.
+    Without its own number of GPUs, a step would want those of all nodes, or of one task. If the job has asked
+    for a sum, which Slurm may divide unevenly, the step has none.
     """
     gpus = env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0"
     needed = {name: value for name, value in env.items() if _SRUN_NEEDS.match(name)}
+    total = env.get("SLURM_GPUS", "").rpartition(":")[2]
+    if total and "SLURM_GPUS_PER_NODE" not in env and int(gpus) * int(env["SLURM_JOB_NUM_NODES"]) != int(total):
+        return {**needed, "SLURM_STEP_GRES": "none"}
     return needed if gpus == "0" else {**needed, "SLURM_GPUS_PER_NODE": gpus}
 
 

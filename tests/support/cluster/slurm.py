@@ -79,6 +79,16 @@ class Slurm:
         login, idle = self.cluster.hosts[0], ["idle"] * len(self.cluster.hosts)
         eventually(lambda: login.run(states).stdout.split() == idle)
 
+    @contextmanager
+    def killed(self, host: Host) -> Iterator[None]:
+        """Slurm's daemons on the host are killed, those of jobs as well, until the end of the block."""
+        daemons = [str(process.pid) for process in host.processes() if process.name in ("slurmd", "slurmstepd")]
+        host.run(["kill", "-KILL", *daemons], check=True)
+        try:
+            yield
+        finally:
+            _daemon([host], ["slurmd"])
+
 
 @contextmanager
 def up_or_skip(cluster: Cluster, *, credentials_s: int = 120) -> Iterator[Slurm]:

@@ -47,6 +47,14 @@ def test_the_hosts_of_an_allocation(in_folder, env, source, slots):
     assert (allocation.source, hosts) == (source, [*zip(("n1", "n2"), slots, strict=True)])
 
 
+def test_gpus_that_slurm_divides_unevenly(in_folder):
+    """The shell of salloc has only their sum. scontrol tells those of each host."""
+    text = "JobId=7\n  TresPerJob=gres:gpu:6\n"
+    text += "  Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:a100:4(IDX:0-3)\n  Nodes=n2 CPU_IDs=0-1 Mem=0 GRES=gpu:2(IDX:0-1)"
+    path = tool(in_folder, "scontrol", f"cat <<'END'\n{text}\nEND")
+    assert [host.slots for host in find_allocation(SIX_GPUS | {"PATH": path}).hosts] == [4, 2]
+
+
 def test_node_0_of_a_skypilot_task_starts_the_ranks_of_all_nodes():
     task = find_allocation(SKYPILOT | {"SKYPILOT_NODE_RANK": "0"})
     hosts = [(host.name, host.slots) for host in task.hosts]
