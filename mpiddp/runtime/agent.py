@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import closing
 
 from mpiddp.hosts.processes import OPEN_BESIDES, allow_open, name_process, signal_at_parents_end
 from mpiddp.protocol.channel import AGENT_NAME
@@ -19,6 +18,7 @@ from mpiddp.protocol.terminal import give_size
 from mpiddp.runtime.program import MODULE, SCRIPT, parse
 from mpiddp.runtime.rank import Rank, python_by_hand
 from mpiddp.runtime.rank_attempt import RankAttempt
+from mpiddp.runtime.store_port import StorePort
 from mpiddp.world import is_joined
 
 _SOCKETS_PER_RANK = 3  # to torch's store: for `process_group`, a script's own group, and one more
@@ -47,14 +47,14 @@ def run(rank: Rank) -> int:
     allow_open(_SOCKETS_PER_RANK * rank.world.world_size + OPEN_BESIDES)
     if rank.launcher is None:
         give_size(1)
-    attempt = RankAttempt(rank)
+    attempt = RankAttempt(rank, store := StorePort())
     try:
         while True:
-            with closing(attempt.store):
-                code = attempt.run()
+            code = attempt.run()
+            store.release()
             if attempt.again is None:
                 return code
-            attempt = RankAttempt(attempt.rank.next(attempt.again), attempt.spare)
+            attempt = RankAttempt(attempt.rank.next(attempt.again), store, attempt.spare)
     finally:
         if attempt.spare is not None:
             attempt.spare.discard()

@@ -170,7 +170,7 @@ def store_of_job(session: Session) -> None:
 
     if (of_job := session.store) is None or not dist.is_available():
         return
-    of_job.prepare(session.control)
+    of_job.prepare()
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     TCPStore, numbers = rendezvous.TCPStore, Counter[int | None]()
     make, default = TCPStore.__init__, timedelta(seconds=300)

@@ -40,15 +40,15 @@ class RankAttempt:
     docs/architecture.md has its states, and what each event does in each.
     """
 
-    def __init__(self, rank: Rank, spare: Child | None = None) -> None:
-        self.rank, self.world = rank, rank.world
+    def __init__(self, rank: Rank, store: StorePort, spare: Child | None = None) -> None:
+        self.rank, self.world, self.store = rank, rank.world, store
         self.again: Orders | None = None  # for the next attempt
         self.spare: Child | None = None  # imports torch for the next attempt
         if spare is not None and not spare.answers():
             spare.discard()
             spare = None
         self.child = spare or Child(rank)
-        self.store = StorePort()
+        self.child.others.add(store.pid)
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
@@ -173,7 +173,7 @@ class RankAttempt:
         env |= variables_of_script(ranks, self._error_file)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        self.store.take(store)
+        self.store.take(store, env)
         if child.is_command:
             with ranks.all_or_none():
                 child.start(os.environ)
@@ -289,6 +289,8 @@ class RankAttempt:
             case "store":
                 self.store.pid = facts["pid"]
                 child.others.add(self.store.pid)
+            case "serve":
+                self.store.serve()
             case "torch" if self.rank.orders.holds and self.spare is None:
                 # Without one, a restart takes longer.
                 with errors.aid("hot spare", child.say):

@@ -154,7 +154,7 @@ def _begin(session: Session, control: socket.socket) -> None:
         from mpiddp.runtime.rendezvous.store import StoreOfJob
 
         if patches.is_on(patches.store_of_job.__name__):
-            session.store = StoreOfJob(env, sockets)
+            session.store = StoreOfJob(env, control, sockets)
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
         with aid("hot spare"):
             session.tell_agent("torch", ahead=ahead or _changes_since(variables, modules))

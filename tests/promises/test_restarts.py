@@ -114,7 +114,7 @@ def test_a_stop_before_a_restart(here):
 
 
 KILLED_TWICE = """
-import os, signal, sys
+import glob, os, signal, sys
 import torch.distributed as dist
 import mpiddp
 
@@ -124,6 +124,10 @@ if attempt == 1 and rank == 1:
     sys.exit(7)  # while the others restart
 dist.init_process_group("gloo")
 print(f"attempt {attempt} of rank {rank} in {os.getppid()} is {os.getpid()}", *sys.argv[1:], flush=True)
+if rank == 0:
+    for file in glob.glob(f"/proc/{os.getppid()}/task/*/children"):
+        pids = [pid for pid in open(file).read().split() if open(f"/proc/{pid}/comm").read() == "mpiddp-store\\n"]
+        print(*[f"the store is {pid}\\n" for pid in pids], sep="", end="", flush=True)
 if attempt == 0:
     dist.barrier()
     if rank == 1:
@@ -134,9 +138,8 @@ dist.barrier()
 
 @pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
 def test_a_restart_in_the_same_agents(place):
-    """A restart on the same hosts keeps mpirun and the ranks' agents, also after two failures in a row.
-
-    Each has the arguments that resume the job.
+    """A restart on the same hosts keeps mpirun, the ranks' agents, and the process that serves torch's store, also
+    after two failures in a row. Each has the arguments that resume the job.
     """
     script = place.script(KILLED_TWICE)
     options = (*place.where(3), "--max-restarts", "2", "--log-ranks", "all")
@@ -150,6 +153,8 @@ def test_a_restart_in_the_same_agents(place):
         (before, first), (after, last) = started[0, rank], started[2, rank]
         assert before == after
         assert first != last
+    (store,) = {*re.findall(r"the store is (\d+)\n", done.stdout)}
+    assert done.stdout.count(f"the store is {store}\n") == 2
     assert done.stderr.count("restarting on ") == 2
     assert not place.processes()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
-import select
 import signal
 import socket
 import time
@@ -25,79 +25,53 @@ if TYPE_CHECKING:  # a script that imports torch is served before its next line
     from torch.distributed import Store
 
 _BACKLOG = 2048
-_SHORTEST_S, _LONGEST_S = 0.01, 0.5  # between two looks whether the store is served
+_SHORTEST_S, _LONGEST_S = 0.001, 0.5  # between two looks whether the store is served
 
 
 class StoreOfJob:
     """torch's store of this job, in the process of a script that has imported torch.
 
     Its place is what the launcher has chosen, whatever the script writes into MASTER_ADDR later. Rank 0 has
-    `files`: the socket bound there, and the far end of a lifeline. Nobody listens there before the script
-    itself asks for the store. So a program that the script starts, or becomes by exec, can do so as well.
+    `files`: the socket bound there, and, if no process serves stores yet, the one that brings its orders. Nobody
+    listens there before the script itself asks for the store. So a program that the script starts, or
+    becomes by exec, can do so as well.
     """
 
-    def __init__(self, variables: Mapping[str, str], files: Sequence[socket.socket]) -> None:
-        self._variables, self._files = variables, files
+    def __init__(self, variables: Mapping[str, str], control: socket.socket, files: Sequence[socket.socket]) -> None:
+        self._control, self._files = control, files
         self.place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
         self.world_size = int(variables["WORLD_SIZE"])
-        self._starts: socket.socket | None = None
 
-    def prepare(self, control: socket.socket | None) -> None:
-        """On rank 0, make the process that serves the store, and tell its pid to the agent.
+    def prepare(self) -> None:
+        """On rank 0, make the process that serves the stores of all attempts, and tell its pid to the agent.
 
         It is a fork of a script that has just imported torch, so it costs no import. It outlives the script,
-        because other ranks may need the store when rank 0 has ended. It is a child of the agent, which adopts
+        because other ranks, and the next attempt, need a store. It is a child of the agent, which adopts
         orphans: a script that waits for all its children, or kills them, does not meet it.
         """
-        if not self._files:
-            return
-        self._starts, theirs = socket.socketpair()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of the threads of numpy's library
-            child = os.fork()
-            if child == 0:
-                try:
-                    pid = os.fork()
-                    if pid == 0:
-                        self._serve_if_asked(theirs)
-                    elif control is not None:
-                        control.sendall(encode("store", pid=pid))
-                finally:
-                    os._exit(0)
-        theirs.close()
-        with suppress(ChildProcessError):  # the script ignores SIGCHLD
-            os.waitpid(child, 0)
-
-    def _serve_if_asked(self, asks: socket.socket) -> None:
-        """Serve the store once the script asks for it, and until the other end of the lifeline is closed."""
-        os.setsid()  # a signal to the script's process group is not for this process
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        name_process(STORE_NAME)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):  # a warning of torch must not get into a connection
-            os.dup2(nothing, stream)
-        listener, lifeline = self._files
-        kept = {*range(3), listener.fileno(), lifeline.fileno(), asks.fileno()}
-        for file in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - kept:
-            with suppress(OSError):
-                os.close(file)
-        poll = select.poll()  # select() refuses high numbers of files
-        for end in (asks, lifeline):
-            poll.register(end, select.POLLIN)
-        poll.poll()
-        if asks.recv(1, socket.MSG_DONTWAIT):
-            store = serve_store(self._variables, listener.detach())
-            lifeline.recv(1)
-            del store
+        for orders in self._files[1:]:
+            with warnings.catch_warnings(), orders:
+                warnings.simplefilter("ignore")  # Python 3.12 warns of the threads of numpy's library
+                child = os.fork()
+                if child == 0:
+                    try:
+                        pid = os.fork()
+                        if pid == 0:
+                            _serve_attempts(orders)
+                        else:
+                            self._control.sendall(encode("store", pid=pid))
+                    finally:
+                        os._exit(0)
+            with suppress(ChildProcessError):  # the script ignores SIGCHLD
+                os.waitpid(child, 0)
 
     def serve(self) -> bool:
         """Let the process serve the store from now on. Returns False if this rank has no such process."""
-        if self._starts is None:
+        if not self._files:
             return False
         try:
             self._files[0].listen(_BACKLOG)
-            self._starts.send(b"!")
+            self._control.sendall(b"\n" + encode("serve"))
         except OSError as error:  # another process serves it, or the script has closed all files
             return error.errno == errno.EADDRINUSE
         return True
@@ -115,7 +89,24 @@ class StoreOfJob:
                 waited = f"timed out after {timeout.total_seconds():g} s"
                 raise DistNetworkError(f"The client socket has {waited}: nobody serves {self.place}.")
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_S)
+            pause_s = min(1.2 * pause_s, _LONGEST_S)
+
+
+def _serve_attempts(orders: socket.socket) -> None:
+    """Serve the store of each attempt, as the agent orders, and end with the agent."""
+    os.setsid()  # a signal to the script's process group is not for this process
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    name_process(STORE_NAME)
+    for stream in range(3):  # a warning of torch must not get into a connection
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+    for file in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {*range(3), orders.fileno()}:
+        with suppress(OSError):
+            os.close(file)
+    stores = list[object]()
+    # One order has the variables of an attempt, and its listener. The next one has neither, and ends its store.
+    while (order := socket.recv_fds(orders, 1 << 16, 1))[0]:
+        stores[:] = [serve_store(json.loads(order[0]), listener) for listener in order[1]]
 
 
 def serve_store(env: Mapping[str, str], listener: int) -> Store:
@@ -130,8 +121,7 @@ def serve_store(env: Mapping[str, str], listener: int) -> Store:
 def _open(address: str, port: int, world_size: int, **options: Any) -> Store:
     from torch.distributed import TCPStore
 
-    options |= {"wait_for_workers": False, "multi_tenant": True}
-    return TCPStore(address, port, world_size, **options)
+    return TCPStore(address, port, world_size, wait_for_workers=False, multi_tenant=True, **options)
 
 
 def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
