@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # it would load five modules before a script's first line
 class AtImport:
     """Surrounds the first import of one of these modules. Other finders find it.
 
-    `around()` is entered before the module is made, and left when its code has run. A forked child is no
-    script, so nothing happens there.
+    `around()` is entered before the module is made, and left when its code has run. If that fails, the next
+    import is the first one. A forked child is no script, so nothing happens there.
     """
 
     def __init__(self, names: Sequence[str], around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -47,15 +47,14 @@ class AtImport:
 
         def create_module(spec: ModuleSpec) -> ModuleType | None:
             stack.enter_context(self._around())
-            self.names = ()
-            made: ModuleType | None = create(spec)
-            return made
+            return create(spec)  # type: ignore[no-any-return]
 
         def exec_module(module: ModuleType) -> None:
             del loader.create_module, loader.exec_module  # type: ignore[attr-defined]
             with stack:
                 for _ in _steps(run, module):
                     pass
+            self.names = ()
 
         loader.create_module, loader.exec_module = create_module, exec_module  # type: ignore[attr-defined]
 

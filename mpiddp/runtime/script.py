@@ -24,7 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from mpiddp.errors import STOPPED, aid
-from mpiddp.protocol.channel import SPARE_NAME
+from mpiddp.protocol.channel import CHUNK, SPARE_NAME
 from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
@@ -145,6 +145,7 @@ def _begin(session: Session, control: socket.socket) -> None:
     sys.argv += facts["args"]
     env, session.is_shown = facts["variables"], facts["is_shown"]
     os.environ.update(env)
+    session.rank = int(env["RANK"])
     variables, modules = dict(os.environ), {*sys.modules}
     if JOB in os.environ:
         starting_mpi = partial(_starting_mpi, session, facts["mpi"])
@@ -223,10 +224,12 @@ def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[No
 
 def _message_of_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
     """The agent's next message, and the sockets that come with it."""
-    first, files, _, _ = socket.recv_fds(control, 1, 2)
-    line = first + control.makefile("rb").readline()
-    if not line.endswith(b"\n"):
-        os._exit(1)
+    line, files, _, _ = socket.recv_fds(control, 1, 2)
+    while not line.endswith(b"\n"):
+        chunk = control.recv(CHUNK, socket.MSG_PEEK)  # it may have the next message, too
+        if not chunk:
+            os._exit(1)
+        line += control.recv(chunk.find(b"\n") + 1 or len(chunk))
     facts: dict[str, Any] = json.loads(line)
     return facts, [out_of_the_way(socket.socket(fileno=file)) for file in files]
 

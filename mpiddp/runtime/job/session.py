@@ -37,6 +37,7 @@ class Session:
         self.has_agent = is_joined(os.environ)
         self.control: socket.socket | None = None  # to the agent; None within a command
         self.is_shown = False  # the launcher shows the stderr of this process
+        self.rank = 0  # of the script, as its agent has said
         self.is_fork = False  # a fork of a script, for which the script itself speaks
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1))
@@ -141,7 +142,7 @@ class Session:
         prints = ending.is_refusal or (ending.is_verdict and not self.has_agent)
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
-        is_repeated = isinstance(error, KeyboardInterrupt) and os.environ.get("RANK", "0") != "0"
+        is_repeated = isinstance(error, KeyboardInterrupt) and self.rank > 0
         is_shown = not is_repeated and (is_first or not (ending.follows or is_same))
         if not (is_shown or is_printed):
             self.tell_agent("hidden", text=ending.facts["traceback"])

@@ -68,6 +68,8 @@ class StopRequest:
         with self._changed:
             self.agree()
             while self._step == _NEVER and self._proposed == call:
+                if self._ranks.is_lost:
+                    raise self._ranks.lost()
                 self._changed.wait()
             # A later proposal of this rank is a later step, and the decision is later, too.
             return call >= self._step
@@ -91,11 +93,10 @@ class StopRequest:
             if not self._proposed:
                 self._proposed = self._calls + _AHEAD
                 ranks.give("stop", self._proposed)
-            is_alone = ranks.world.world_size == 1 or ranks.is_lost
-            steps = [self._proposed] if is_alone else ranks.given("stop")
+            steps = [self._proposed] if ranks.world.world_size == 1 else ranks.given("stop")
             if steps is not None:
                 self._step = max(step for step in steps if step is not None)
-                self._changed.notify_all()
+            self._changed.notify_all()
 
 
 def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = False) -> None:

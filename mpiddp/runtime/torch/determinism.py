@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,8 @@ def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
     one = list(_digests(begin, steps))
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second run
     other = list(_digests(begin, steps))
-    differing = [place for place, row in enumerate(one) if row != other[place]]
-    first = differing[0] if differing else len(one)
+    differing = {place: a or b for place, (a, b) in enumerate(zip_longest(one, other)) if a != b}  # one may end early
+    first = min(differing, default=len(one))
     firsts, rank = [first], 0
     if dist.is_initialized():
         firsts, rank = [0] * dist.get_world_size(), dist.get_rank()
@@ -57,8 +57,8 @@ def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
     world = World.from_env()
     with together():
         if differing and rank == firsts.index(min(firsts)):
-            step, name, _ = one[first]
-            same_step = sum(one[place][0] == step for place in differing)
+            step, name, _ = differing[first]
+            same_step = sum(row[0] == step for row in differing.values())
             share = f"{same_step} of {tensors} tensors of that step"
             raise JobFailed(
                 f"two runs of {one[-1][0]} steps from the same start differ: first in step {step}, on rank "
