@@ -33,7 +33,7 @@ from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.rank_log import log_to_console
 from mpiddp.runtime.rendezvous.meet import meet
-from mpiddp.runtime.rendezvous.sockets import bind
+from mpiddp.runtime.rendezvous.sockets import bind, resolve
 from mpiddp.world import World
 
 Value = TypeVar("Value")
@@ -106,12 +106,11 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
         node_rank=int(env["GROUP_RANK"]),
         num_nodes=int(env["GROUP_WORLD_SIZE"]),
     )
-    is_served = session.control is not None and patches.is_on(patches.store_of_job.__name__)
-    has_store = is_served or env.get(AGENT_STORE) == "True"
+    has_store = session.store is not None or env.get(AGENT_STORE) == "True"
     if world.rank == 0 and world.world_size > 1 and not has_store:
         # As in a command, nobody serves the store yet, unless the script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
-            session.torch_store = serve_store(env, bind(address, port, world.hostname).detach())
+            session.torch_store = serve_store(env, bind(resolve(address), port, world.hostname).detach())
     ranks.world = world
     ranks.hostnames = ranks.all_gather_json(world.hostname, timeout_s=timeout_s)
 

@@ -401,6 +401,27 @@ def test_hosts_that_share_ipv6_alone(hosts):
         assert [rank["sum"] for rank in done.records] == [3, 3]
 
 
+MAKES_A_URL = """
+import os, torch, torch.distributed as dist
+address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=int(rank), world_size=2)
+total = torch.ones(1)
+dist.all_reduce(total)
+print(address, total.item())
+"""
+
+
+def test_a_url_of_ipv6(hosts):
+    """If all hosts find rank 0's IPv6 address by its host's name, MASTER_ADDR is that name, as a URL needs it."""
+    leads_to_ipv6 = partial(re.sub, r"(?m)^10\.77\.0\.(\d+)(?= node)", r"fd77::\1")
+    with ExitStack() as stack:
+        stack.enter_context(ipv6(hosts.cluster, numbers=(0, 1), alone=True))
+        for name in ("node0", "node1"):
+            stack.enter_context(faults.changed(hosts[name], "/etc/hosts", leads_to_ipv6))
+        done = hosts.run("launch", "--log-ranks=all", "-H", "six0:1,six1:1", hosts.script(MAKES_A_URL))
+        assert done.assert_ok().lines == ["node0 2.0"] * 2
+
+
 @pytest.mark.parametrize("requested", ["fd77::/64", "fd77::1"])
 def test_an_interface_of_ipv6(hosts, requested):
     """--interface takes an IPv6 network or address also where hosts have both families, and ssh IPv4."""

@@ -65,7 +65,13 @@ def meet(
         ranks.world = world
         info = infos[world.rank]
         interface = info.interface_for(address, result.requested_interface(env))
-        return result.variables_of(world, info, interface, infos[0].run_id), listener
+        variables = result.variables_of(world, info, interface, infos[0].run_id)
+        if ":" in address:  # it is no part of a URL, but the host's name is, if all hosts find the address by it
+            name, leads_there = infos[0].hostname, False
+            with contextlib.suppress(UserError, JobFailed):
+                leads_there = sockets.resolve(name) == address
+            variables["MASTER_ADDR"] = name if all(gather(leads_there)) else address
+        return variables, listener
 
 
 def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket.socket | None]:
