@@ -39,7 +39,6 @@ _START = "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; from mpiddp.ru
 # The signals that a rank passes on to its script or its command.
 PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
-_ANSWER_S = 1.0  # a process that waits for its script answers in this time
 _LOW = 5  # the nice value of a process that nobody waits for
 _HELPERS_S = 0.5  # the processes of multiprocessing notice in this time that their parent has ended
 _CLEAN_UP = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
@@ -86,19 +85,6 @@ class Child:
     @property
     def runs(self) -> bool:
         return self.pid > 0 and self.status is None
-
-    def answers(self) -> bool:
-        """Whether the process, which waits for its script, does so within a second.
-
-        It may be stopped, or hang in an import.
-        """
-        self.messages.pop("here", None)
-        self.tell({"type": "ask"})
-        deadline = time.monotonic() + _ANSWER_S
-        while self.control and "here" not in self.messages and time.monotonic() < deadline:
-            if select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                self.hear()
-        return "here" in self.messages and self.runs
 
     def start(self, variables: Mapping[str, str]) -> None:
         program, files = self._rank.program, self._files

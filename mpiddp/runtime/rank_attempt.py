@@ -44,10 +44,9 @@ class RankAttempt:
         self.rank, self.world, self.store = rank, rank.world, store
         self.again: Orders | None = None  # for the next attempt
         self.spare: Child | None = None  # imports torch for the next attempt
-        if spare is not None and not spare.answers():
-            spare.discard()
-            spare = None
         self.child = spare or Child(rank)
+        if spare is not None:
+            spare.pass_on(signal.SIGCONT)  # somebody may have stopped it
         self.child.others.add(store.pid)
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.

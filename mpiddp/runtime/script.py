@@ -124,7 +124,7 @@ def _begin(session: Session, control: socket.socket) -> None:
 
     The agent sends "go", with the script's variables, and its last arguments if this process is older than
     they are. On rank 0, the sockets of torch's store come with it. A process that waits for the next
-    attempt gets "ahead" before, and answers "ask".
+    attempt gets "ahead" before.
     """
     # The calls that follow the script's own import of torch. Until it begins, there are none.
     at_torch: list[Callable[[], None]] = []
@@ -138,9 +138,6 @@ def _begin(session: Session, control: socket.socket) -> None:
         name_process(SPARE_NAME)
         _import_ahead(ahead)
         facts, sockets = _message_of_agent(control)
-        while facts["type"] == "ask":
-            session.tell_agent("here")
-            facts, sockets = _message_of_agent(control)
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env, session.is_shown = facts["variables"], facts["is_shown"]

@@ -11,12 +11,11 @@ from mpiddp.checkpoints import agreement, save
 from mpiddp.launch.plan.options import LaunchOptions, option_parser
 from mpiddp.launch.run import control
 from mpiddp.protocol import variables as names
-from mpiddp.runtime import child, rank_attempt
+from mpiddp.runtime import rank_attempt
 from tests.support.ranks import ROOT
 
 SIGNAL_S = re.search(r"--signal=B:TERM@(\d+)", (ROOT / "examples/slurm/train.sbatch").read_text())
 FIGURES = [
-    ("architecture", "if that answers within {:.0f} s", child._ANSWER_S),
     ("architecture", "and SIGKILL {:.0f} s later", rank_attempt._END_S),
     ("architecture", "at most {:.0f} minutes", names.SAVE_GRACE_S / 60),
     ("python-names", "it has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),

@@ -181,7 +181,7 @@ def test_a_hot_spare(here):
     """With --max-restarts, a Python with torch waits for each rank, at most 260 MB, and is the next attempt.
 
     It has the variables that the script sets before it imports torch. No attempt repeats the random numbers
-    of another. One that does not answer is discarded.
+    of another. One that somebody has stopped goes on.
     """
     script = here.script(SPARED)
     job = here.start("launch", *here.where(1), "--max-restarts", "3", script)
@@ -196,9 +196,7 @@ def test_a_hot_spare(here):
         os.kill(first, signal.SIGKILL)
         job.until("is ", times=attempt + 2)
         following = int(IS.findall(job.stdout)[-1][0])
-        assert (following == spare.pid) is (attempt < 2)
-        if attempt == 2:
-            assert spare not in here.processes()
+        assert following == spare.pid
     job.wait().assert_ok()
     _, numbers, before = zip(*IS.findall(job.stdout), strict=True)
     assert len({*numbers}) == 4
