@@ -23,6 +23,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -276,25 +277,31 @@ def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
     return True
 
 
-def hold(folder: Path) -> BinaryIO:
-    """Keep runs from removing the checkpoint until the file is closed.
+class Hold(io.FileIO):
+    """Keeps runs from removing the checkpoint, until the close, or as long as anything refers to this.
 
     Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
     """
-    try:
-        with reading(folder, COMPLETE):
-            file = (folder / COMPLETE).open("rb")
-    except BrokenCheckpoint:
-        folder.stat()
-        raise
-    try:
-        lock(file, fcntl.LOCK_SH)
-        if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:
+
+    def __init__(self, folder: Path) -> None:
+        self._pid = os.getpid()
+        try:
+            with reading(folder, COMPLETE):
+                super().__init__(folder / COMPLETE)
+        except BrokenCheckpoint:
+            folder.stat()
+            raise
+        lock(self, fcntl.LOCK_SH)
+        if (folder / COMPLETE).stat().st_ino != os.fstat(self.fileno()).st_ino:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    except BaseException:
-        file.close()
-        raise
-    return file
+
+    def close(self) -> None:
+        # The lock would outlive the close of a file that a DataLoader's worker has inherited.
+        if not self.closed and os.getpid() == self._pid:
+            lock(self, fcntl.LOCK_UN)
+        super().close()
+
+    __del__ = close
 
 
 def lock(file: BinaryIO, kind: int) -> None:

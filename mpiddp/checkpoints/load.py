@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folder import SUFFIX, About, BrokenCheckpoint, hold, step_of
+from mpiddp.checkpoints.folder import SUFFIX, About, BrokenCheckpoint, Hold, step_of
 from mpiddp.checkpoints.place import Place, is_address
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.tensor_files import DAMAGE, read_tensors
@@ -27,8 +26,8 @@ def load(path: str | os.PathLike[str], *, best: bool = False) -> Resumed:
         saved = mpiddp.load("runs/a")
         saved.load_into(model=model)
 
-    Every byte is verified. The run keeps the checkpoint as long as the returned value or one of its tensors
-    lives. The call changes nothing, needs no other rank, and restores no random numbers.
+    Every byte is verified. The run keeps the checkpoint as long as one of the tensors lives. The call changes
+    nothing, needs no other rank, and restores no random numbers.
 
     Args:
         path: the folder of a run, or its address in object storage, of which the newest checkpoint is read; a
@@ -45,6 +44,10 @@ def load(path: str | os.PathLike[str], *, best: bool = False) -> Resumed:
     is_local = not is_address(path)
     if is_local and (state := _read_safetensors(Path(path))) is not None:
         return Resumed(About(0, {}), state)
+    if is_local and Path(path).is_file():
+        raise UserError(
+            f"{path} is neither a checkpoint nor a .safetensors file, and a file of torch.save may run code."
+        )
     for _ in range(_MAX_RELISTS):
         with named_by(""):
             place = Place.at(path)
@@ -59,18 +62,15 @@ def load(path: str | os.PathLike[str], *, best: bool = False) -> Resumed:
             try:
                 with named_by(""):
                     place.fetch(folder)
-                held = hold(folder)
+                held = Hold(folder)
                 listing = folders.verify(folder)
                 if listing.lacking:
                     raise BrokenCheckpoint(folder, f"{listing.lacking[0]} is on another host")
-                saved = read({name: folder / name for name in listing.here}, held=held)
+                return read({name: folder / name for name in listing.here}, held=held)
             except (BrokenCheckpoint, UserError) as error:
                 problems.append(error)
-                continue
             except (FileNotFoundError, BlockingIOError):  # the run removes it just now
                 break
-            weakref.finalize(saved, id, held)
-            return saved
         else:
             first = problems[0]
             kind = JobFailed if getattr(first, "is_failure", False) else UserError
@@ -123,9 +123,8 @@ def export(path: str, out: Path, to: str) -> Resumed:
             saved.about.write(new.path)
             new.seal({})
         new.publish()
-    except BaseException as error:
+    except OSError as error:
+        raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
+    finally:
         new.discard()
-        if isinstance(error, OSError):
-            raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
-        raise
     return saved

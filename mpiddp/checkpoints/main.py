@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, Option, Verb, add_verbs, whole
 from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.folder import BrokenCheckpoint, hold, step_of
+from mpiddp.checkpoints.folder import BrokenCheckpoint, Hold, step_of
 from mpiddp.checkpoints.place import Place
 from mpiddp.checkpoints.retention import PINS, REWIND, prune
 from mpiddp.errors import UserError, named_by, print_error
@@ -36,7 +36,7 @@ def _held(folder: Path) -> Iterator[None]:
     """Once, while a live run does not remove the checkpoint; never if the run removes it just now."""
     with contextlib.ExitStack() as opened:
         try:
-            opened.enter_context(hold(folder))
+            opened.enter_context(Hold(folder))
         except (FileNotFoundError, BlockingIOError):
             return
         except BrokenCheckpoint:  # the caller says why

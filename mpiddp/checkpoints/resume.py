@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folder import BrokenCheckpoint, Entry, hold, name_of_step
+from mpiddp.checkpoints.folder import BrokenCheckpoint, Entry, Hold, name_of_step
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import REWIND, pinned_in, read_file
 from mpiddp.checkpoints.run_folder import Run
@@ -56,11 +56,10 @@ def resume(run: Run) -> Resumed | None:
     files = fetch(run, chosen)
     with run.together():
         here = {file.parent for file in files.values()}
+        held = [Hold(folder) for folder in here]
         for folder in here:
-            if (folder / folders.COMPLETE).exists():
-                run.held.append(hold(folder))
-                run.is_verified(folder, is_new=True)  # so that the first save need not read it again
-        resumed = read(files, run.rank, local_rank=run.local_rank)
+            run.is_verified(folder, is_new=True)  # so that the first save need not read it again
+        resumed = read(files, run.rank, local_rank=run.local_rank, held=held)
         require_same_run(run, chosen[0], resumed)
     where = f" on {run.coordinator.hostnames[chosen[0].rank]}" if chosen[0].rank else ""
     log.info(f"resuming from {from_here(chosen[0].path)}{where}: step {resumed.step}")
@@ -77,7 +76,7 @@ def resume(run: Run) -> Resumed | None:
                 if run.bucket:
                     run.bucket.end_rewind()
     run.step = run.first = current().stop.steps_before = resumed.step
-    run.unloaded = resumed._unloaded
+    run.resumed = resumed
     return resumed
 
 
@@ -185,8 +184,8 @@ def report(run: Run, copies: Sequence[Copy], chosen: Sequence[Copy]) -> None:
 def fetch(run: Run, copies: Sequence[Copy]) -> dict[str, Path]:
     """By name, the path of each file on this host. Hosts that lack a file receive it, each file system once.
 
-    If nothing is sharded, the host then has the checkpoint, too. Shards go into a hidden folder, which is
-    there until the first save.
+    If nothing is sharded, the host then has the checkpoint, too. Shards go into a hidden folder, which a save
+    removes once no rank has its files mapped.
     """
     root, first, copy_of = run.dir.checkpoints, copies[0], on_each_rank(run, copies)
     entries: dict[str, Any] = {}
@@ -212,10 +211,11 @@ def fetch(run: Run, copies: Sequence[Copy]) -> dict[str, Path]:
         return files
     log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")
     receives = any(run.rank in transfer.receivers for transfer in transfers)
-    run.received = None if is_whole else new.path
     with run.writing_together():  # now, because later the ranks wait for each other
         if receives:
             new.path.mkdir(parents=True, exist_ok=True)
+            if not is_whole:
+                (new.path / folders.COMPLETE).touch()  # for the locks of its readers
     with run.together():
         try:
             send_files(transfers, run.rank, run.group or dist.group.WORLD, new.path)

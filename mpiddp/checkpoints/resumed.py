@@ -20,8 +20,9 @@ class Resumed:
     """A checkpoint that a script resumes from, see `Checkpoints.resume`, or reads, see `load`.
 
     Tensors are on the CPU, and mapped from their files: they take memory of their own only once they change.
-    In the place of a sharded tensor there is a value with its `shape`, `dtype` and `full_tensor()`. Its files
-    are there until the first save of the run.
+    In the place of a sharded tensor there is a value with its `shape`, `dtype` and `full_tensor()`. The files
+    stay as long as a tensor of them lives. At the first save of a resumed run, the entries that `load_into` has
+    loaded leave `state`, so that the files may go.
 
     Attributes:
         about: its facts, such as `about.step` and `about.config`.
@@ -34,6 +35,7 @@ class Resumed:
     per_rank: dict[str, Any] = field(default_factory=dict)
     # The state that each rank has saved for itself.
     _ranks: list[Any] = field(default_factory=list, repr=False)
+    _loaded: set[str] = field(default_factory=set, repr=False)  # entries that load_into has loaded
     # By entry, the tensors of other stages, which this rank has not loaded.
     _unloaded: dict[str, set[str]] = field(default_factory=dict, repr=False)
 
@@ -96,6 +98,7 @@ class Resumed:
                 name = fit.name
                 fit.load(types)
                 self._unloaded[name] = self._unloaded.get(name, fit.unloaded) & fit.unloaded
+            self._loaded.update(objects)
         except JobFailed:
             raise
         except Exception as error:  # whatever a load_state_dict raises

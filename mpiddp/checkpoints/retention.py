@@ -123,6 +123,7 @@ def prune(root: Path, wishes: Wishes, *, is_good: Callable[[Path], bool]) -> lis
     """Remove what no wish keeps, unless a reader holds it, and return what was removed."""
     aside = folders.list_steps(root, set_aside=True)
     rest = surplus(folders.list_steps(root), aside, wishes, is_good)
+    rest += root.glob(folders.hidden(root, "received-*").name)  # shards of other hosts, for a resume
     return [folder for folder in rest if _remove_unless_held(folder)]
 
 

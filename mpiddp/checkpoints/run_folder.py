@@ -37,6 +37,8 @@ from mpiddp.text import escaped, from_here
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from mpiddp.checkpoints.resumed import Resumed
+
 # These errors would come again after a restart.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 
@@ -50,7 +52,7 @@ class RunLock:
 
     def __init__(self, run: RunDir) -> None:
         """Raises UserError, or JobFailed in a restart, if another run holds it."""
-        self._path, self._pid = run.owner.resolve(), os.getpid()
+        self._run, self._path, self._pid = run, run.owner.resolve(), os.getpid()
         self._file = run.owner.open("a+b", buffering=0)
         try:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, WRITE_LOCK)
@@ -79,7 +81,8 @@ class RunLock:
         """Give the folder up. In a forked child, or a second time, this does nothing."""
         if os.getpid() != self._pid or self._file.closed:
             return
-        # Remove it before the lock ends, because afterwards it may be the file of the next run.
+        # Remove them before the lock ends, because afterwards they may be those of the next run.
+        folder.remove_leftovers(self._run.checkpoints)
         with contextlib.suppress(OSError):  # the file server may be gone
             self._path.unlink()
         self._file.close()
@@ -128,13 +131,11 @@ class Run:
         first: the step from which the run starts.
         step: the newest step on the disk, or the one from which the run resumes; -1 if there is none.
         pins: the steps of the checkpoints that are pinned on any host, as far as this rank knows.
-        unloaded: by entry, the tensors of the resumed checkpoint that this rank has not loaded.
+        resumed: the checkpoint that the run has resumed, until its first save.
         num_saves: the number of saves that this process has begun.
         pending: the step of the save in flight; whether it is on the disk at its end, and what has failed.
         ring: all ranks, for copies of shards.
         to_writers: the ranks that write, if there are several.
-        held: locks on the resumed checkpoint, until the first save.
-        received: the folder of what this host has received of it, until then.
     """
 
     def __init__(self, records: RunRecords, coordinator: Coordinator, options: RunOptions, call: str) -> None:
@@ -146,12 +147,10 @@ class Run:
         self.local_rank = coordinator.world.local_rank
         self.group = self._new_group()
         self.first, self.step, self.num_saves = 0, -1, 0
-        self.unloaded: Mapping[str, set[str]] = {}
+        self.resumed: Resumed | None = None
         self.pending: tuple[int, Future[tuple[bool, str]]] | None = None
         self.ring: dist.ProcessGroup | None = None
         self.to_writers: dist.ProcessGroup | None = None
-        self.held: list[BinaryIO] = []
-        self.received: Path | None = None
         self.pins = set[int]()
         self.prefix = coordinator.unique_prefix("saves")  # begins the keys of its exchanges
         self._verified: dict[Path, bool] = {}  # by checkpoint, whether its hashes are right
@@ -269,18 +268,9 @@ class Run:
         if (pending := self.pending) is not None:
             wait(pending[1:])
 
-    def free(self) -> None:
-        """Let the next save remove the resumed checkpoint, and remove what this host has received of it."""
-        if self.received and self.is_writer:
-            folder.remove_hidden(self.received)
-        while self.held:
-            with self.held.pop() as file, contextlib.suppress(OSError):
-                # The lock would outlive a close, because a DataLoader's worker has inherited the open file.
-                fcntl.flock(file, fcntl.LOCK_UN)
-
     def close(self, *, removes_new: bool = False) -> None:
         """Give the folder up. With `removes_new`, also remove the folders that this run has created."""
-        self.free()
+        self.resumed = None
         if self._lock is not None:
             self._lock.release()
         for path in self._created if removes_new else ():

@@ -60,7 +60,9 @@ def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
     union = agreement.union_of(run, flat, [word.digest for word in agreed])
     if len({word.values for word in agreed}) > 1:
         agreement.compare_values(run, flat)
-    run.free()
+    for entry in run.resumed._loaded if run.resumed else ():
+        run.resumed.state.pop(entry, None)  # type: ignore[union-attr]
+    run.resumed = None
     run.num_saves += 1
     if len(run.writers) > 1:
         run.to_writers = run.to_writers or dist.new_group(run.writers, backend="gloo")
@@ -116,7 +118,8 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
         values = agreement.digest_of_values(run, flat) if is_compared else ""
         word = word._replace(digest=agreement.digest_of(flat), values=values)
     if step is not None and run.num_saves == 0:
-        unloaded = {entry: sorted(names) for entry, names in run.unloaded.items()}
+        left_out = run.resumed._unloaded if run.resumed else {}
+        unloaded = {entry: sorted(names) for entry, names in left_out.items()}
         word = word._replace(unloaded=unloaded)
     if run.is_writer:
         word = word._replace(pins=sorted(pinned_in(run.dir.path)))

@@ -689,6 +689,36 @@ def test_lost_host_of_a_stage(apart):
     apart.fork("node0:1", program("states.py"), "resume", PRIVATE, "pipeline", "values").assert_ok()
 
 
+RECEIVES = """
+import sys, torch, mpiddp
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+with mpiddp.process_group(backend="gloo") as world:
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with mpiddp.Checkpoints(sys.argv[1], every=None, keep=1) as checkpoints:
+        first, mapped = 0, None
+        if saved := checkpoints.resume():
+            saved.load_into(model=model)
+            first, mapped = saved.step, saved.state.pop("w")
+        for step in (first + 1, first + 2):
+            checkpoints.save(step, model=model, w=torch.ones(9))
+            checkpoints._wait_for_own_save()
+            received = list(Path(sys.argv[1]).glob("checkpoints/.*received*"))
+            assert bool(received) == (world.rank == 1 and mapped is not None), received
+            mapped = None
+"""
+
+
+def test_received_shards_go_with_their_tensors(apart):
+    """What a resume has received from other hosts is removed by the first save after its tensors have gone."""
+    job = apart.script(RECEIVES)
+    apart.fork("node0:1,node1:1", job, PRIVATE).assert_ok()
+    done = apart.fork("node0:1,node2:1", job, PRIVATE).assert_ok()
+    assert (resumed_step(done), "sending" in done.stdout) == (2, True)
+
+
 def test_script_on_hosts_apart(apart, undisturbed):
     """A script on hosts without a shared disk survives a kill, and the loss of a host with its disk."""
     job = example(apart.folder / "job", each_step=DIES)

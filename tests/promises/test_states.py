@@ -1,6 +1,7 @@
 """States: what a checkpoint holds of every rank, and what it is for other programs."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ from tests.support.patience import slowness
 from tests.support.place import eventually, program
 from tests.support.ranks import LAUNCH
 from tests.support.training import step_folder, steps_kept, unequal, verified
+
+fork = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
@@ -738,20 +741,26 @@ def test_a_resume_holds_its_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_lock_lives_as_long_as_its_tensors(tmp_path):
-    """A run removes no file that a reader has mapped, also if the reader has kept nothing but a tensor."""
-    run = tmp_path / "run"
+    """A run removes no file that a reader or its own script has mapped, also if nothing but a tensor is kept.
+    A worker of a DataLoader, which inherits the open files, keeps none of them.
+    """
+    model = nn.Linear(30, 30)
+    state = {"model": model.state_dict(), "a": torch.ones(1000), "b": torch.ones(1)}
+    run, ended = saved_run(tmp_path / "run", state), fork.Event()
     with mpiddp.Checkpoints(run, every=None, keep=1) as checkpoints:
-        checkpoints.save(1, {"model": {"a": torch.ones(1000), "b": torch.ones(1)}, "c": 1})
-        checkpoints._wait_for_own_save()
-        tensor = mpiddp.load(run).state["model"]["a"]
-        for step in (2, 3):
+        saved = checkpoints.resume()
+        saved.load_into(model=model)
+        tensors = [saved.state.pop("a"), saved.state.pop("b"), mpiddp.load(run).state["a"]]
+        worker = fork.Process(target=ended.wait, daemon=True)
+        worker.start()
+        for step in (2, 3, 4):
             checkpoints.save(step, {})
-        checkpoints._wait_for_own_save()
-        assert step_folder(run, 1).exists()
-        assert tensor.sum() == 1000
-        del tensor
-        checkpoints.save(4, {})
-    assert steps_kept(run) == [4]
+            checkpoints._wait_for_own_save()
+            assert step_folder(run, 1).exists()
+            assert all(tensors.pop())
+        checkpoints.save(5, {})
+    ended.set()
+    assert steps_kept(run) == [5]
 
 
 def test_an_error_leaves_the_folder_when_the_save_has_ended(tmp_path, monkeypatch):
