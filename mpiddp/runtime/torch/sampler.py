@@ -100,6 +100,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
                 f"({num_samples} samples)."
             )
         self.epoch = self.step = 0
+        # Where a loop begins: a worker that persists has a copy of this object, and sees only shared memory.
+        self._start = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     def __len__(self) -> int:
         """The batches of this rank that are left of the epoch."""
@@ -107,18 +109,19 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """The numbers of the samples of each batch, to the end of the epoch."""
-        batches = _Batches(self)
         worker = get_worker_info()
         if worker is None:
-            return batches
-        # A worker that persists has a copy of this object, which has to begin its next epoch by itself.
-        self.set_epoch(self.epoch + 1)
+            return _Batches(self, self.epoch, self.step)
         # A DataLoader takes one batch from each worker in turn.
-        return itertools.islice(batches, worker.id, None, worker.num_workers)
+        return itertools.islice(_Batches(self, *self._start.tolist()), worker.id, None, worker.num_workers)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of this epoch, as with torch's DistributedSampler. `batches` does it itself."""
-        self.epoch, self.step = epoch, 0
+        self._go_to(epoch, 0)
+
+    def _go_to(self, epoch: int, step: int) -> None:
+        self.epoch, self.step = epoch, step
+        self._start[:] = torch.tensor([epoch, step])
 
     def indices(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """This rank's batches of each step of an epoch, from its step `first` on.
@@ -128,9 +131,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         """
         order = torch.arange(self.num_samples)
         if self.shuffle:
-            seed = self.seed * 1_000_003 + epoch
-            if seed.bit_length() > 63:  # torch takes 64 bits
-                seed %= 1 << 64
+            seed = (self.seed * 1_000_003 + epoch) % (1 << 64)  # torch takes 64 bits
             generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(self.num_samples, generator=generator)
         for batch in order.split(self.global_batch_size)[first : self.steps_per_epoch]:
@@ -142,9 +143,19 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
         The step of a batch counts from the moment that its last micro-batch is delivered, so a checkpoint in
         the body of the loop has the step as made.
+
+        Raises:
+            ValueError: the batches of the loader are not those of this sampler.
         """
-        before = self.step
+        if getattr(loader, "batch_sampler", None) not in (None, self):
+            raise ValueError(
+                "mpiddp.Sampler: the loader has another order. Write: DataLoader(…, batch_sampler=sampler)"
+            )
+        self._go_to(self.epoch, self.step)
+        before, left = self.step, len(self)
         for count, batch in enumerate(loader, start=1):
+            if count > left:
+                raise ValueError(f"mpiddp.Sampler: the loader has more batches than the {left} of this epoch.")
             self.step = before + count // self.batches_per_step
             yield batch
         self.set_epoch(self.epoch + 1)
@@ -164,7 +175,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         for name in now.keys() - {"epoch", "step"}:
             if state[name] != now[name]:
                 raise ValueError(f"mpiddp.Sampler: the checkpoint has {name}={state[name]}, and this run {now[name]}.")
-        self.epoch, self.step = state["epoch"], state["step"]
+        self._go_to(state["epoch"], state["step"])
         if self.step == self.steps_per_epoch:
             self.set_epoch(self.epoch + 1)
 
@@ -172,9 +183,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 class _Batches(Iterator[list[int]]):
     """The batches from the position of a sampler on. torchdata's StatefulDataLoader saves theirs."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, epoch: int, step: int) -> None:
         self._sampler = sampler
-        self._begin(sampler.epoch, sampler.step * sampler.batches_per_step)
+        self._begin(epoch, step * sampler.batches_per_step)
 
     def _begin(self, epoch: int, drawn: int) -> None:
         self._epoch, self._drawn = epoch, drawn

@@ -77,6 +77,24 @@ def test_a_resume_amid_an_epoch_on_other_ranks_goes_on_with_the_same_samples(mak
     assert first + rest == whole
 
 
+@WORKERS
+def test_a_loop_that_breaks_off_goes_on_in_the_next_one(workers):
+    """Workers that persist begin where the sampler is, and not with an epoch that they have counted."""
+    sampler = sampler_of(0, 1)
+    loader = stream_of(sampler, workers)
+    first = [*itertools.islice(sampler.batches(loader), 3)]
+    assert (sampler.epoch, sampler.step) == (0, 3)
+    assert [*first, *sampler.batches(loader)] == [batch.tolist() for (batch,) in sampler.indices(0)]
+
+
+def test_a_loader_of_another_order_is_refused():
+    sampler = sampler_of(0, 1)
+    with pytest.raises(ValueError, match="the loader has another order"):
+        next(sampler.batches(DataLoader(range(SAMPLES), batch_size=BATCH)))
+    with pytest.raises(ValueError, match=f"more batches than the {STEPS} of this epoch"):
+        list(sampler.batches(range(STEPS + 1)))
+
+
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next():
     """A save in the body of the loop, at the last step of an epoch, has the step as made."""
     sampler = sampler_of(0, 1)
