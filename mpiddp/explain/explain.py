@@ -87,6 +87,14 @@ class Explanation:
     number: int  # the number of the line, from 1
     line: str  # the line or its part around the match, safe to print on a terminal
 
+    @property
+    def fix(self) -> str:
+        """What to do, with the words of the line that the groups of the row's pattern have, such as NAME."""
+        words, fix = re.search(self.failure.pattern, self.line), self.failure.fix
+        for name, word in words.groupdict().items() if words else ():
+            fix = fix.replace(name, word)
+        return fix
+
 
 def explain(lines: Iterable[str]) -> Explanation | None:
     """The root cause of a job that has failed, as far as these lines show it; None if they show none."""

@@ -85,7 +85,7 @@ def _print_cause(name: str, first: Explanation, *others: Explanation) -> int:
     """Print the root cause, its row if the table has one, and the other failures in the log."""
     row = first.failure
     print(f"{name}:{first.number}: {first.line}")
-    explained = f"{row.id}: {row.cause}\nFix:  {row.fix}"
+    explained = f"{row.id}: {row.cause}\nFix:  {first.fix}"
     print(explained if row.cause else f"No known failure. {_TO_ASK}")
     print("\nAlso seen:\n" if others else "", end="")
     for other in others:

@@ -110,7 +110,8 @@ def read_hostfile(path: str | Path) -> Hosts:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         folder = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
-        raise UserError(f"{source} not found{folder}. Not falling back to this machine.") from None
+        fix = "write a line for each host into it, such as: node1 slots=2"
+        raise UserError(f"{source} not found{folder}. Not falling back to this machine.", fix=fix) from None
     except OSError as error:
         raise cause_of(error)(f"{source} cannot be read: {error.strerror}.") from None
     return parse_hostfile(data, source)

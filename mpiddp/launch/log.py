@@ -39,10 +39,7 @@ _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
 # Below the first line of an error, torch prints a page of C++ frames, with symbols or without, which are left
 # out, because they say nothing of the cause. torch may begin each line of a traceback with the rank.
 _ABOVE_FRAMES = b"(most recent call first):"
-_FRAME = re.compile(
-    rb"(\[rank\d+\]: ?)?"
-    rb"(frame #\d+: .+ \(0x[0-9a-f]+ in .+\)|#\d+ .+ from .+:\d+|C\+\+ CapturedTraceback:)"
-)
+_FRAME = re.compile(rb"(\[rank\d+\]: ?)?(frame #\d+: .+|#\d+ .+ from .+:\d+|C\+\+ CapturedTraceback:)")
 
 
 def info(sentence: str) -> None:

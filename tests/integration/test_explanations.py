@@ -260,6 +260,12 @@ def command(capsys):
     return run
 
 
+def test_a_fix_has_the_words_of_the_line(tmp_path, command):
+    log = tmp_path / "train.log"
+    log.write_text("ModuleNotFoundError: No module named 'tqdm.auto'\n")
+    assert "-m pip install tqdm. If" in command(log)[1]
+
+
 def test_a_log_is_explained_with_its_line_and_its_fix(tmp_path, command):
     log = tmp_path / "train.log"
     seen = "ORTE was unable to reliably start one or more daemons."

@@ -318,8 +318,9 @@ FRAMES = """\
 Exception raised from checkTimeout at /pytorch/ProcessGroupNCCL.cpp:607 (most recent call first):
 frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f2b0a6c51e6 in /venv/libc10.so)
 frame #1: <unknown function> + 0xdc253 (0x7f2b64d94253 in /lib/libstdc++.so.6)
-frame #2 is what the script prints
-frame #3: clone + 0x44 (0x7f2b64d94253 in /lib/libc.so.6)
+frame #2: python() [0x5a5b2c]
+frame #3 is what the script prints
+frame #4: clone + 0x44 (0x7f2b64d94253 in /lib/libc.so.6)
 [rank1]: Exception raised from add at /pytorch/add.cpp:35 (most recent call first):
 [rank1]: C++ CapturedTraceback:
 [rank1]: #4 at::_ops::add_Tensor::call(at::Tensor const&) from ??:0
@@ -335,8 +336,8 @@ def test_the_frames_of_an_error_of_torch(here):
     lines = FRAMES.splitlines()
     *shown, last = done.stderr.splitlines()
     # Frames are only directly below the line that announces them.
-    assert shown == [*lines[0:2], *lines[4:7], lines[10]]
-    assert last.startswith("mpiddp: 5 lines of C++ were not shown.")
+    assert shown == [*lines[0:2], *lines[5:8], lines[11]]
+    assert last.startswith("mpiddp: 6 lines of C++ were not shown.")
     assert (here.folder / "logs/rank_00001.err").read_text() == FRAMES
 
 

@@ -2,7 +2,8 @@
 
     [gloo-timeout]                        its id: stable, beginning with a key of PROGRAMS
     says = operation to complete | …      texts that the program prints, each within one line
-    pattern = Timed out waiting \\d+ms     what the line has to match as well, if good runs print the text too
+    pattern = Timed out waiting \\d+ms     what the line has to match as well, if good runs print the text too;
+                                          its group (?P<NAME>…) has the word for NAME in the fix
     weight = symptom                      how near it is to the root cause: see Weight; without it, cause
     cause = A rank waited for another …   one or two sentences; what is only likely is called usual
     fix = Look at what the other …        what to do, with the command where there is one

@@ -383,8 +383,8 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
     # The error line above has the whole error, so quote only the words of the row in it.
     line = next((text for text in row.says if text in error), explanation.line)
     sentence = f'"{line}" has a known cause. {row.program}: {row.cause}'
-    fix = row.fix.replace("/path/to/python", sys.executable)  # all ranks run this one
+    fix = explanation.fix.replace("/path/to/python", sys.executable)  # all ranks run this one
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
-    if fix != row.fix and active and os.path.realpath(active) != os.path.realpath(sys.prefix):
+    if sys.executable in fix and active and os.path.realpath(active) != os.path.realpath(sys.prefix):
         sentence += f" The active environment is another one, {active}."
     return row.id, with_fix(sentence, fix)

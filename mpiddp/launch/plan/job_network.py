@@ -72,9 +72,9 @@ def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
     present = interfaces()
     matching = [interface for interface in present if interface.matches(requested)]
     if not matching:
-        names = " and ".join(f"{interface.name} ({interface.address})" for interface in present)
+        names = " and ".join(dict.fromkeys(interface.name for interface in present))
         here = f"on {socket.gethostname()}, which has {names}"
-        raise UserError(f'interface "{requested}" is not {here}.')
+        raise UserError(f'interface "{requested}" is not {here}.', fix="name one of these, or none")
     if requested in [interface.address for interface in matching]:
         # The other hosts have other addresses in the same network.
         return matching[0], tuple(interface.network for interface in matching)

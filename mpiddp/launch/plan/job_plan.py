@@ -87,11 +87,9 @@ def make_plan(
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     env = {name: value for name, value in env.items() if name not in options.kept_home}
     # Without a preflight, --min-hosts still counts at a restart.
-    if (options.wait_s or options.spares or options.grow_s) and not options.check:
-        raise UserError(
-            "--spares, --wait-for-hosts and --grow need the preflight, which finds the hosts that answer. "
-            "Leave out --no-check."
-        )
+    need = {"--wait-for-hosts": options.wait_s, "--spares": options.spares, "--grow": options.grow_s}
+    if (given := [name for name, value in need.items() if value]) and not options.check:
+        raise UserError(f"{given[0]} needs the preflight, which finds the hosts that answer. Leave out --no-check.")
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)

@@ -193,7 +193,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
         return NO_ANSWER.format(name=name)
     if interface and not any(present.matches(interface) for present in info.interfaces):
         names = all_of(list(dict.fromkeys(present.name for present in info.interfaces)))
-        return f'interface "{interface}" is not on {name}, which has {names}.'
+        return with_fix(f'interface "{interface}" is not on {name}, which has {names}.', "name one of these, or none")
     software = {"torch": "torch", "mpi4py": "mpi4py", "mpirun": needs["mpirun"]}
     for fact, program in software.items():
         versions = {host.host.name: getattr(host, fact) or "missing" for host in (first, info)}

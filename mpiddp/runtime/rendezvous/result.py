@@ -230,7 +230,7 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
         if not any(interface.matches(requested) for interface in info.interfaces):
             present = " and ".join(dict.fromkeys(nic.name for nic in info.interfaces))
             where = f"{info.hostname}, which has {present or 'none'}"
-            raise UserError(f'interface "{requested}" is not on {where}.')
+            raise UserError(f'interface "{requested}" is not on {where}.', fix="name one of these, or none")
 
 
 def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
