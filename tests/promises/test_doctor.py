@@ -14,7 +14,7 @@ import pytest
 
 from mpiddp import cli
 from tests.support.cluster import Cluster
-from tests.support.cluster.faults import sshd_with
+from tests.support.cluster.faults import beside_the_checkout, sshd_with
 from tests.support.doctor_faults import FAULTS, NAMES, WORK, doctor, prepared
 from tests.support.own_script import example
 from tests.support.patience import eventually
@@ -90,7 +90,8 @@ def test_doctor_names_a_hang_of_its_job(hosts):
     assert "rank 1 on node1" in line, done.stdout + done.stderr
 
 
-OWN_TMP = "ForceCommand unshare -m sh -c 'mount -t tmpfs own /tmp; exec sh -c \"$SSH_ORIGINAL_COMMAND\"'\n"
+OWN_TMP = beside_the_checkout("mount -t tmpfs own /tmp", "/tmp")
+OWN_TMP = f"ForceCommand unshare -m sh -c '{OWN_TMP}; exec sh -c \"$SSH_ORIGINAL_COMMAND\"'\n"
 
 
 def test_logins_with_a_tmp_of_their_own(hosts):

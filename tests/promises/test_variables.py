@@ -20,6 +20,7 @@ import pytest
 from mpiddp.cli import main
 from tests.support import cluster as test_cluster
 from tests.support.allocations import FLUX, GRID_ENGINE, LSF, MPIJOB, PBS, SLURM, enter_folder
+from tests.support.cluster import faults
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import TWO_GPUS, executable, reserved, tool
@@ -133,13 +134,10 @@ def test_what_crosses_the_network(hosts, mpi):
 def test_what_a_refused_start_leaves(hosts):
     """If a rank refuses its options before it has met the others, no host keeps their variables."""
     node1 = hosts["node1"]  # real hosts do not share /tmp
-    node1.run(["mount", "-t", "tmpfs", "tmpfs", "/tmp"], check=True)
-    try:
+    with faults.mounted(node1, "/tmp"):
         job = (*hosts.where(2), "--log-dir=/proc/none", program("variables.py"))
         hosts.run("launch", *job).assert_refused("--log-dir /proc/none: No such file")
         assert [*node1.path("/tmp").glob("mpiddp-private-*")] == []
-    finally:
-        node1.run(["umount", "/tmp"], check=True)
 
 
 @pytest.mark.parametrize("locale", ["zh_CN.GBK", "ja_JP.EUC-JP"])

@@ -4,6 +4,7 @@ with faults.no_sshd(cluster["node1"]):
     ...  # ssh node1: connection refused
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from functools import partial
 from tests.support.cluster import ssh
 from tests.support.cluster.host import USER, Arg, Host
 from tests.support.cluster.start import Cluster
+from tests.support.ranks import ROOT
 
 
 @contextmanager
@@ -101,8 +103,16 @@ def _rule(host: Host, rule: str) -> AbstractContextManager[None]:
 def mounted(host: Host, path: Arg, *options: str, what: Arg = "tmpfs") -> AbstractContextManager[None]:
     """A folder of the host is a file system in memory with these options, or a file or folder another one."""
     kind = ("-t", "tmpfs") if what == "tmpfs" else ("--bind",)
-    mount = partial(host.run, ["mount", *kind, *options, what, path], check=True)
-    return between(mount, partial(host.run, ["umount", path], check=True))
+    mount = shlex.join(map(str, ["mount", *kind, *options, what, path]))
+    return shelled(host, beside_the_checkout(mount, path), f"umount --recursive {path}")
+
+
+def beside_the_checkout(mount: str, path: Arg) -> str:
+    """The shell command, which mounts something over this folder, and leaves a checkout below it in its place."""
+    if not ROOT.is_relative_to(path):
+        return mount
+    again = f"mkdir -p {ROOT} && mount --bind /run/checkout {ROOT} && umount /run/checkout"
+    return f"mkdir -p /run/checkout && mount --bind {ROOT} /run/checkout && {mount} && {again}"
 
 
 @contextmanager
