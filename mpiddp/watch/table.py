@@ -118,7 +118,10 @@ def _draw(facts: Facts) -> None:
     wrapped = [part for line in head_lines(facts) for part in textwrap.wrap(line, size.columns)]
     table = [line[: size.columns] for line in rank_lines(facts["ranks"])]
     # Write over the last drawing, because a terminal that is cleared first would flicker.
-    text = "".join(f"{_ERASE_LINE}{line}\n" for line in [*wrapped, "", *table][: size.lines - 1])
+    text = "".join(
+        f"{_ERASE_LINE}{line}\n"
+        for line in [*wrapped, "Ctrl-C ends this view, and not the job.", *table][: size.lines - 1]
+    )
     print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
 
 

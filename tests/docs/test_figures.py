@@ -8,6 +8,7 @@ import re
 import pytest
 
 from mpiddp.checkpoints import agreement, save
+from mpiddp.hosts import private, push, pushed
 from mpiddp.launch.plan.options import LaunchOptions, option_parser
 from mpiddp.launch.run import control
 from mpiddp.protocol import variables as names
@@ -25,6 +26,9 @@ FIGURES = [
     ("stop", "a second Ctrl-C ({:.1f} s later or more)", control._REPEAT_OF_CTRL_C_S),
     ("stop", "another signal twice ({:.0f} s)", control._REPEAT_S),
     ("slurm", "{:.0f} minutes before the limit", int(SIGNAL_S[1]) / 60),
+    ("launch", "| `{}`, ", pushed.SENT),
+    ("launch", "`{}/` in a pushed folder", push._REPLACED),
+    ("launch", "| `{}/mpiddp-*` |", private._PARENT),
 ]
 
 

@@ -40,6 +40,24 @@ def test_spawn_returns_results(place):
     assert sorted(done.lines[:-2]) == ["out 0", "out 1"]
 
 
+CALLS = """
+import time, mpiddp
+for step in range(1, 20_001):
+    if step == 10_001:
+        begun = time.process_time()
+    mpiddp.progress(step, 20_000, loss=0.5)
+    mpiddp.should_stop()
+print((time.process_time() - begun) / 10_000, flush=True)
+"""
+
+
+def test_what_a_step_calls(here):
+    """mpiddp.progress and mpiddp.should_stop take some microseconds of a step."""
+    done = here.run("launch", *here.where(2), here.script(CALLS)).assert_ok()
+    assert len(done.lines) == 2
+    assert max(map(float, done.lines)) < 200e-6 * slowness()
+
+
 OWN_MODULES = {
     "calls.py": """\
 import os

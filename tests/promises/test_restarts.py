@@ -348,10 +348,11 @@ def test_a_host_that_fails_the_first_check(hosts):
 
 
 def test_a_host_that_ends_two_attempts(hosts):
-    """A host that ended two attempts in a row is left out."""
+    """A host that ended two attempts in a row is left out. The last rank keeps its rank in front of its lines."""
     options = ("-H", "node1:1,node0:1", "--max-restarts", "2", "--min-hosts", "1")
-    text = "[ $(hostname) != node1 ] || kill -9 $$; [ $WORLD_SIZE = 1 ] || exec sleep 6000"
-    done = hosts.run("launch", *options, "--", "sh", "-c", text).assert_ok()
+    text = "[ $(hostname) != node1 ] || kill -9 $$; [ $WORLD_SIZE = 1 ] || exec sleep 6000; echo alone"
+    done = hosts.run("launch", *options, "--", "sh", "-c", text, env={"MPIDDP_PREFIX": ""}).assert_ok()
+    assert done.stdout == "[rank 0 node0] alone\n"
     for sentence in (
         "restarting on node1 and node0 (restart 1 of 2).",
         "leaving out a host: node1 has ended two attempts in a row.",

@@ -86,7 +86,7 @@ class Agents:
 def orders_of(plan: Plan, server: ControlServer) -> Orders:
     """The orders for the agents of `plan`, which are to connect to `server`."""
     options, world_size = plan.options, plan.request.hosts.world_size
-    has_prefix = {"auto": world_size > 1, "always": True}.get(options.prefix, False)
+    has_prefix = {"auto": max(world_size, plan.past.num_hosts) > 1, "always": True}.get(options.prefix, False)
     umask = os.umask(0)
     os.umask(umask)
     return Orders(

@@ -1,16 +1,31 @@
 """The world of a process from every launcher's variables: set, unset, partly set, in conflict."""
 
+import os
+import sys
 from collections.abc import Mapping
 
 import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import LAUNCHER, RUN_ID
+from mpiddp.runtime import gpu
 from mpiddp.runtime.program import command_environment
 from mpiddp.runtime.reports import announce
 from mpiddp.world import RANK_SOURCES, World, is_rank, likely_ranks
 
 Env = dict[str, str]
+
+
+@pytest.mark.parametrize(("cores", "bound", "ranks", "threads"), [(7.5, 64, 2, 3), (64, 8, 2, 8), (2, 2, 4, 1)])
+def test_a_rank_has_its_share_of_the_cores(cores, bound, ranks, threads, monkeypatch):
+    """Of a container's quota too, and at most the cores that it is bound to (docs/differences.md)."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(gpu, "cores_of_group", lambda group: cores)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(bound)))
+    world = World.from_env({"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)})
+    assert (gpu.limit_threads(world), os.environ["OMP_NUM_THREADS"]) == (threads, str(threads))
+    assert gpu.limit_threads(world) is None  # now the user decides
 
 
 def named(names: str, *values: str) -> Env:
