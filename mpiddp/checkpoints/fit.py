@@ -230,16 +230,12 @@ def _prefixes_of_own_loads(module: Module) -> Iterator[str]:
         start = f"{prefix}." if prefix else ""
         code = type(part)._load_from_state_dict.__module__
         hooks = getattr(part, "_load_state_dict_pre_hooks", {}).values()
+        codes = (getattr(hook, "hook", hook) for hook in hooks)  # torch wraps the hook of a module
         is_own = not code.startswith(("torch.nn.modules", "torch.nn.parallel"))
-        if is_own or any(not _is_of_torch(hook) for hook in hooks):
+        if is_own or any(not str(getattr(code, "__module__", "torch")).startswith("torch") for code in codes):
             yield start
         if type(part).set_extra_state is not Module.set_extra_state:
             yield f"{start}_extra_state"
-
-
-def _is_of_torch(hook: Any) -> bool:
-    code = getattr(hook, "hook", hook)  # torch wraps the hook of a module
-    return str(getattr(code, "__module__", "torch")).startswith("torch")
 
 
 def _restore(loaded: Any, saved: Any) -> Any:

@@ -210,7 +210,7 @@ class NewFolder:
         self.path.rename(self.final)
         flush(self.final.parent)
         if before:
-            remove(before)
+            remove_hidden(hide(before))
 
     def discard(self) -> None:
         remove_hidden(self.path)
@@ -225,10 +225,6 @@ def set_aside(folder: Path) -> Path:
 def hide(folder: Path) -> Path:
     """Rename a checkpoint before its removal, so that a half-removed one never looks like a checkpoint."""
     return folder.rename(NewFolder(folder).path)
-
-
-def remove(folder: Path) -> None:
-    remove_hidden(hide(folder))
 
 
 def remove_hidden(folder: Path) -> None:

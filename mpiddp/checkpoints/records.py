@@ -59,12 +59,12 @@ class RunRecords:
     def __init__(self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None) -> None:
         self.dir, self._metric, self.config = run, metric, config or {}
         self.scores: dict[int, float] = {}
-        self._is_writer: bool | None = None  # None until the run has started
+        self._is_writer = self.has_started = False
         self._is_warned = self.is_closed = self.has_recorded = False
 
     def start(self, step: int, *, is_writer: bool) -> None:
         """Take records from now on, and drop those of later steps, which the run repeats."""
-        self._is_writer, path = is_writer, self.dir.metrics
+        self._is_writer, self.has_started, path = is_writer, True, self.dir.metrics
         if not is_writer:
             return
         try:
@@ -89,10 +89,6 @@ class RunRecords:
             self._is_warned = False
         except OSError as error:
             self._warn(error)
-
-    @property
-    def has_started(self) -> bool:
-        return self._is_writer is not None
 
     def note(self, **facts: Any) -> None:
         """Append a line to attempts.jsonl."""

@@ -230,7 +230,7 @@ def fetch(run: Run, copies: Sequence[Copy]) -> dict[str, Path]:
 
 def require_same_run(run: Run, chosen: Copy, resumed: Resumed) -> None:
     """Raise UserError for a checkpoint of another config, or one under the name of another step."""
-    path, saved, config = from_here(chosen.path), resumed.config, run.records.config
+    path, saved, config = from_here(chosen.path), resumed.about.config, run.records.config
     if chosen.step != resumed.step:
         name = name_of_step(resumed.step)
         raise UserError(f"{path} is the checkpoint of step {resumed.step}: rename it to {name}.")

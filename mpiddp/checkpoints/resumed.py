@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +42,6 @@ class Resumed:
     def step(self) -> int:
         """The step after which it was saved."""
         return self.about.step
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """That of the `Checkpoints` that saved it."""
-        return self.about.config
 
     @property
     def world_size(self) -> int:

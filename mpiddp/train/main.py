@@ -755,7 +755,7 @@ def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> N
         raise mpiddp.UserError(
             f"--resume {resume} is of this run. To go back, leave it out, after: mpiddp checkpoints rewind {out} STEP"
         )
-    rows = [(name, saved.config.get(name), now) for name, now in fixed_of(config).items()]
+    rows = [(name, saved.about.config.get(name), now) for name, now in fixed_of(config).items()]
     if different := [f"{name} {old!r}, now {now!r}" for name, old, now in rows if old != now]:
         raise mpiddp.UserError(
             f"{resume} was made with another config: {'; '.join(different)}. "
@@ -768,7 +768,7 @@ def data_of_run(out: Path, config: Config, data: Data) -> str:
     if config.skip_bad_images:
         # A run has no checkpoint yet, or one of another program.
         with contextlib.suppress(mpiddp.UserError, KeyError):
-            before = str(mpiddp.load(out).config["data"])
+            before = str(mpiddp.load(out).about.config["data"])
             if before != data.contents:
                 told = f"the run began with other data: {before}, now {data.contents}."
                 log.info(f"{told} The images come in another order from here on.")

@@ -91,9 +91,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
                 f"mpiddp.Sampler: global_batch_size={global_batch_size} is too small for "
                 f"{self.world_size} ranks with {batches_per_step} batches in a step each."
             )
-        self.steps_per_epoch = num_samples // global_batch_size
-        if steps_per_epoch is not None:
-            self.steps_per_epoch = min(self.steps_per_epoch, steps_per_epoch)
+        whole = num_samples // global_batch_size
+        self.steps_per_epoch = whole if steps_per_epoch is None else min(whole, steps_per_epoch)
         if self.steps_per_epoch < 1:
             raise ValueError(
                 f"mpiddp.Sampler: global_batch_size={global_batch_size} is larger than the data set "
