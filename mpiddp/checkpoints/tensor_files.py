@@ -57,13 +57,6 @@ class HashedFile:
         return self._digest.hexdigest()
 
 
-def bytes_of(value: Tensor) -> memoryview:
-    """The elements of a tensor on the CPU, row by row. Copies only what has gaps."""
-    plain = value.resolve_conj().resolve_neg().contiguous()
-    flat = plain.as_strided((plain.numel(),), (1,))  # a single element may have the stride 0
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
 def row_of(name: str, code: str, shape: Iterable[int], start: int, end: int) -> str:
     """The row of a tensor in the header. Its bytes begin at `start` among those of all tensors."""
     about = f'{{"dtype":"{code}","shape":{list(shape)},"data_offsets":[{start},{end}]}}'
@@ -79,11 +72,13 @@ def header_of(rows: Iterable[str], notes: Mapping[str, Any]) -> bytes:
 
 
 def write_tensors(path: Path, header: bytes, blocks: Iterable[Tensor]) -> str:
-    """Write a file whose tensors lie in the blocks, one after another. Returns its SHA-256."""
+    """Write a file whose tensors lie in the blocks, one after another, row by row. Returns its SHA-256."""
     file = HashedFile(path)
     file.write(header)
     for block in blocks:
-        file.write(bytes_of(block))
+        plain = block.resolve_conj().resolve_neg().contiguous()  # copies only what has gaps
+        flat = plain.as_strided((plain.numel(),), (1,))  # a single element may have the stride 0
+        file.write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return file.close()
 
 
