@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -184,26 +184,24 @@ ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'  # 0 is the process that write
 
 
 @contextmanager
-def memory_limited(limit_bytes: int) -> Iterator[list[str]]:
-    """The words before a command that give it, and all that it starts, so much memory and no swap.
+def limited(controller: str, v1: Mapping[str, str], v2: Mapping[str, str]) -> Iterator[list[str]]:
+    """The words before a command that limit it, and all that it starts, by these files of a control group.
 
     At the end of the block, no process may be left in the group. Without control groups, the test is skipped.
     """
     is_v2 = (CGROUPS / "cgroup.controllers").exists()
-    parent = CGROUPS if is_v2 else CGROUPS / "memory"
-    limit = "memory.max" if is_v2 else "memory.limit_in_bytes"
-    swap = "memory.swap.max" if is_v2 else "memory.swappiness"
+    parent = CGROUPS if is_v2 else CGROUPS / controller
     group = parent / f"mpiddp-test-{os.getpid()}"
     try:
         if is_v2:
-            (parent / "cgroup.subtree_control").write_text("+memory")
+            (parent / "cgroup.subtree_control").write_text(f"+{controller}")
         group.mkdir()
     except OSError as error:
-        lacking(f"needs root, and a control group of memory below {parent}: {error}")
+        lacking(f"needs root, and a control group of {controller} below {parent}: {error}")
     try:
-        (group / limit).write_text(str(limit_bytes))
-        if (group / swap).exists():  # not every kernel can swap
-            (group / swap).write_text("0")
+        for name, value in (v2 if is_v2 else v1).items():
+            if (group / name).exists():  # not every kernel can swap
+                (group / name).write_text(value)
         yield ["sh", "-c", ENTER, str(group)]
     finally:
         group.rmdir()
@@ -221,12 +219,21 @@ dist.barrier()
 def test_a_kill_for_lack_of_memory(here):
     """If the kernel kills a rank for lack of memory, the error says so once, with the memory limit."""
     script = here.script(LACKS_MEMORY)
-    with memory_limited(3 << 29) as enter:
+    v1 = {"memory.limit_in_bytes": str(3 << 29), "memory.swappiness": "0"}
+    with limited("memory", v1, {"memory.max": str(3 << 29), "memory.swap.max": "0"}) as enter:
         done = here.run(*enter, *LAUNCH, *here.where(2), script).assert_code(1)
         eventually(lambda: not here.processes())
     limit = "its control group's limit of 1.6 GB was reached (oom_kill)"
     assert any(limit in line for line in done.said), done.stderr
     assert "Traceback" not in done.stderr  # that of rank 0, which has lost the connection
+
+
+def test_the_cores_of_a_control_group(here):
+    """Unless you set OMP_NUM_THREADS, a rank has as many threads as its control group has whole cores."""
+    shows = ("env", "-u", "OMP_NUM_THREADS", *LAUNCH, "-H", "localhost:1", "--", "sh", "-c", "echo $OMP_NUM_THREADS")
+    with limited("cpu", {"cpu.cfs_quota_us": "150000"}, {"cpu.max": "150000 100000"}) as enter:
+        assert here.run(*enter, *shows).assert_ok().lines == ["1"]
+        eventually(lambda: not here.processes())
 
 
 # --- a rank that leaves with code 0 ---
