@@ -874,7 +874,9 @@ def test_a_bucket_is_one_more_copy(tmp_path, monkeypatch, capsys):
         """Save the steps up to this one, and end as a kill ends a run: no upload is tried again."""
         checkpoints = mpiddp.Checkpoints(address, every=None, keep=2)
         saved = checkpoints.resume()
-        for step in range(saved.step + 1 if saved else 1, steps + 1):
+        first = saved.step + 1 if saved else 1
+        del saved  # its tensor would keep the checkpoint
+        for step in range(first, steps + 1):
             checkpoints.save(step, {"step": torch.tensor(step)})
             checkpoints._wait_for_own_save()
         checkpoints._end(KeyboardInterrupt())
