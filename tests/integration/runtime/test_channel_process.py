@@ -59,7 +59,7 @@ def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpret
     with job(f"{GATHERS}\n{HOLDS_THE_LOCK}") as (rank_0, rank_1, _):
         assert rank_0.stdout.readline() == "holds\n"
         assert rank_1.all_gather_json(1, key="a", timeout_s=PATIENCE_S) == [0, 1]
-        assert rank_1.claim_first_failure()
+        assert rank_1.claim_first_failure("an error") == (True, "an error")
         assert not rank_1.is_lost
         assert rank_0.poll() is None
 
