@@ -243,7 +243,7 @@ def _why(done: subprocess.CompletedProcess[str], report: Path) -> str:
         before = sentences[: sentences.index(verdict)] if verdict in sentences else []
         if verdict.endswith(HUNG) and before:
             return before[-1]  # it names the rank
-        return verdict if ended["rank"] is not None else "; ".join([*before[-1:], verdict])
+        return verdict if ended["rank"] is not None else " ".join([*before[-1:], verdict])
     return (sentences or errors or ["no output"])[-1]
 
 

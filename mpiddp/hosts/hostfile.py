@@ -268,7 +268,9 @@ def _checked(hosts: Hosts) -> Hosts:
         if first is not host:
             fix = f"listed twice. Write it once: {host.name}:N"
             if host.line is not None:
-                fix = f"already on line {first.line}. Merge them into one slots= line."
+                merges = (first.user, first.port) == (host.user, host.port)
+                way = "Merge them into one slots= line" if merges else "Give each login a Host in ~/.ssh/config"
+                fix = f"already on line {first.line}. {way}."
             raise UserError(f"{hosts.where(host)}: {host.name} is {fix}")
     if not hosts.usable:
         raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start.", fix=EXAMPLE)

@@ -25,7 +25,6 @@ from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.hostfile import Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.transport import SSH
-from mpiddp.text import with_fix
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
@@ -107,4 +106,4 @@ def _refuse_another_login(hosts: Hosts) -> None:
         if wrong and is_this_host(host.name):
             is_here = f"{host.name} is this machine, where ranks start without ssh"
             sentence = f"{hosts.where(host)}: {is_here}, so {wrong} would be ignored."
-            raise UserError(with_fix(sentence, "remove it, or give a container its own address"))
+            raise UserError(sentence, fix="remove it, or list a Host of ~/.ssh/config that has this login")
