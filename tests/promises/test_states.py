@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,10 @@ def test_a_load_is_right_or_refused(tmp_path):
     ):
         with pytest.raises(mpiddp.UserError, match=words):
             saved.load_into(**objects)
+    # What only rank 0 had under another key makes no check of the model less strict.
+    partial = replace(saved, about=replace(saved.about, partial=[["counts"]]))
+    with pytest.raises(mpiddp.UserError, match=r"it also has 1\.weight, 1\.bias"):
+        partial.load_into(model=nn.Sequential(nn.Linear(2, 3)))
     assert unequal(dict(other.state_dict()), before) == []
 
 
