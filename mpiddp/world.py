@@ -205,7 +205,7 @@ def set_by_launchers(env: Mapping[str, str]) -> tuple[str, ...]:
 
 def is_rank(env: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as a rank, or a stale variable says so."""
-    # mpiddp launch sets this one, whatever its mpirun sets.
+    # Whatever its mpirun sets, mpiddp launch sets JOB.
     return ours.JOB in env or any(_present(source, env) for source in RANK_SOURCES)
 
 

@@ -39,6 +39,7 @@ from mpiddp.hosts.where import FILE, settle
 from mpiddp.launch.judge.hangs import HUNG
 from mpiddp.launch.plan import job_plan, preflight
 from mpiddp.launch.plan.command import Request
+from mpiddp.launch.plan.environment import Environment
 from mpiddp.launch.plan.job_network import find_network
 from mpiddp.launch.plan.options import add_options, parse_options
 from mpiddp.launch.plan.starters import find_starter
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> int:
             print(text(new), flush=True)
 
     with closing(Logins()) as logins:
-        checked = job_plan.run_preflight(launch, hosts, starter, os.environ, logins)
+        checked = job_plan.run_preflight(launch, hosts, starter, Environment.of(os.environ, launch.settings), logins)
         add(_of_preflight(checked, starter.name))
         if not options.quick:
             ask = partial(ask_hosts, python=str(job_plan.PYTHON), transport=hosts.transport, logins=logins)

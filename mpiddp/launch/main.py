@@ -83,7 +83,7 @@ def _launch(argv: list[str]) -> int:
 
         plan = make_plan(options, os.environ)
         command = plan.starter.compose(plan.request)
-        hidden = command.settings.keys() & options.variables.keys()
+        hidden = command.settings.keys() & options.settings.keys()
         print(command.explained(hidden))
         _say_left_out(hidden)
         return DONE
@@ -172,8 +172,8 @@ def launch_function(argv: list[str]) -> int:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"mpiddp.spawn: {flag} has no place here. Leave it out.")
         # The variables of `env=` are on no command line.
-        variables, _ = parse_exports([f"{name}={text}" for name, text in call["env"].items()], {})
-        options = replace(options, variables={**options.variables, **variables})
+        settings = parse_exports([f"{name}={text}" for name, text in call["env"].items()], {})
+        options = replace(options, settings={**options.settings, **settings})
         report = Report(Path(options.command[-1]).name)
         outcome = run(options, report, exchange)
         everyone = range(exchange.world_size)

@@ -338,10 +338,7 @@ def notice_silence(connection: socket.socket, patience_s: float, *, is_read_slow
         (socket.TCP_KEEPIDLE, interval_s),
         (socket.TCP_KEEPINTVL, interval_s),
         (socket.TCP_KEEPCNT, _PROBES),
-        (
-            socket.TCP_USER_TIMEOUT,
-            0 if is_read_slowly else min(round(patience_s * 1000), _LONGEST_MS),
-        ),
+        (socket.TCP_USER_TIMEOUT, 0 if is_read_slowly else min(round(patience_s * 1000), _LONGEST_MS)),
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, named_by
 from mpiddp.hosts.processes import descendants
@@ -95,16 +95,12 @@ class Rank(NamedTuple):
         rank = self._replace(orders=orders._replace(key=next_key(self.orders.key)), private_file="")
         return rank.resized(orders.terminal.columns, orders.terminal.rows)
 
-    def ordered(self, **orders: Any) -> Rank:
-        """The rank with other orders."""
-        return self._replace(orders=self.orders._replace(**orders))
-
     def resized(self, columns: int, rows: int) -> Rank:
         """The rank whose launcher has a terminal of this size, and may write a prefix before each line."""
         terminal = self.orders.terminal._replace(columns=columns, rows=rows)
         if terminal.has_prefix:
             terminal = terminal.behind(prefix_of(self.world.rank, self.world.hostname))
-        return self.ordered(terminal=terminal)
+        return self._replace(orders=self.orders._replace(terminal=terminal))
 
 
 def variables_of_script(ranks: Coordinator, error_file: Path) -> dict[str, str]:
@@ -114,7 +110,7 @@ def variables_of_script(ranks: Coordinator, error_file: Path) -> dict[str, str]:
     if ranks.connection is not None:
         key = ranks.server.member_key(world.rank, SCRIPT)
         env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
-        env[variables.LOST_AFTER] = str(ranks.server.lost_s)
+        env |= {variables.LOST_AFTER: str(ranks.server.lost_s)} if ranks.server.lost_s else {}
     if world.launcher.name != "torchrun":
         env[variables.ERROR_FILE] = str(error_file)
     if threads := limit_threads(world):  # the local ranks have just been counted

@@ -41,7 +41,7 @@ class RankAttempt:
     """
 
     def __init__(self, rank: Rank, store: StorePort, spare: Child | None = None) -> None:
-        self.rank, self.world, self.store = rank, rank.world, store
+        self.rank, self.world, self.store, self.holds = rank, rank.world, store, rank.orders.holds
         self.again: Orders | None = None  # for the next attempt
         self.spare: Child | None = None  # imports torch for the next attempt
         self.child = spare or Child(rank)
@@ -69,7 +69,7 @@ class RankAttempt:
             self._clear(_END_S if self.child.is_command else 0.0)
         except BaseException as error:
             ending = ending_of(error)
-            self.rank = self.rank.ordered(holds=False)  # this process ends
+            self.holds = False  # this process ends
             if self.rank.launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
             is_reported = self.coordinator.has_launcher or self.coordinator.hostnames
@@ -290,7 +290,7 @@ class RankAttempt:
                 child.others.add(self.store.pid)
             case "serve":
                 self.store.serve()
-            case "torch" if self.rank.orders.holds and self.spare is None:
+            case "torch" if self.holds and self.spare is None:
                 # Without one, a restart takes longer.
                 with errors.aid("hot spare", child.say):
                     spare = Child(self.rank)
@@ -298,13 +298,13 @@ class RankAttempt:
                     self.spare = spare
                     child.others.add(spare.pid)
             case "mpi":  # no later process of this rank can start MPI
-                self.rank = self.rank.ordered(holds=False)
+                self.holds = False
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         match facts:
             case {"type": "end", "code": int(code)}:
                 self._cut(EndedBy.OTHERS, code)
-            case {"type": "hold"} if not self.rank.orders.holds:
+            case {"type": "hold"} if not self.holds:
                 self._cut(EndedBy.OTHERS)
             case {"type": "hold"} if self._signals is None:
                 self._cut(EndedBy.HOLD)
@@ -402,7 +402,7 @@ class RankAttempt:
             line = ending.line(ranks.name(self.world.rank))
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed those
                 errors.print_error(line)
-        if self.rank.orders.holds and self._ended_by is EndedBy.SCRIPT:
+        if self.holds and self._ended_by is EndedBy.SCRIPT:
             self._ended_by = EndedBy.HOLD
         else:
             ranks.send("fail", code=ending.code)

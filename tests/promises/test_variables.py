@@ -66,15 +66,23 @@ def test_names_like_those_of_a_scheduler_or_an_mpi(place, mpi):
 
 
 def test_the_options_of_a_hostfile(hosts):
-    """Lines "#: OPTIONS" of a hostfile choose its network. The command line takes precedence."""
+    """Lines "#: OPTIONS" of a hostfile choose its network. A variable of theirs precedes that of the shell.
+
+    --env-file precedes both, and -x precedes all of these, as NAME- too.
+    """
+    (hosts.folder / "job.env").write_text("NCCL_DEBUG=INFO\n")
     file = hosts.folder / "hosts.txt"
     options = "#: --exclude node2 -x NCCL_DEBUG=VERSION -x GLOO_SOCKET_IFNAME=eth0"
     file.write_text(f"{options}\nnode1 slots=2\nnode0 slots=1 #: -n 1\nnode2\n")
     job = (program("variables.py"), "NCCL_DEBUG", "GLOO_SOCKET_IFNAME")
-    for typed, debug in ((), "VERSION"), (("-x", "NCCL_DEBUG=WARN"), "WARN"):
-        done = hosts.run("launch", "--hostfile", file, *typed, *job).assert_ok()
+    chosen, kept = ("-x", "NCCL_DEBUG=WARN"), ("-x", "NCCL_DEBUG-")
+    of_file = ("--env-file", "job.env")
+    rows = ((), "VERSION"), (of_file, "INFO"), ((*chosen, *of_file), "WARN"), ((*of_file, *kept), None)
+    for typed, debug in rows:
+        where, env = ("--hostfile", file), {"NCCL_DEBUG": "TRACE"}
+        done = hosts.run("launch", *where, *typed, *job, env=env).assert_ok()
         places = [(rank["host"], rank["found"]) for rank in done.records]
-        variables = {"NCCL_DEBUG": debug, "GLOO_SOCKET_IFNAME": "eth0"}
+        variables = ({"NCCL_DEBUG": debug} if debug else {}) | {"GLOO_SOCKET_IFNAME": "eth0"}
         assert places == [(host, variables) for host in ("node1", "node1", "node0")]
     checked = hosts.run("hosts", "check", file).assert_ok().stdout
     assert checked.endswith(f"{file}:1: {options}\n")

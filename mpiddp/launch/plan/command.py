@@ -21,11 +21,10 @@ from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.ssh import ANY_SHELL_SSH, ssh_config
-from mpiddp.launch.plan.environment import LEFT_OUT, to_start
+from mpiddp.launch.plan.environment import LEFT_OUT, Environment, to_start
 from mpiddp.text import all_of
 
 _LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Request(NamedTuple):
@@ -35,10 +34,7 @@ class Request(NamedTuple):
     hosts: Hosts
     job: tuple[str, ...]  # the command of a rank
     folder: str
-    # Of the ranks, as the launcher and its options set them.
-    variables: Mapping[str, str] = _NOTHING
-    inherited: Mapping[str, str] = _NOTHING  # those of `env` that every rank gets as well
-    env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
+    environment: Environment = Environment()
     bind: str = "none"
     mpi_args: tuple[str, ...] = ()  # the user's own arguments for mpirun
     is_restart: bool = False
@@ -49,7 +45,7 @@ class Request(NamedTuple):
     networks: tuple[str, ...] = ()
     # This machine's address that all ranks can reach; "" if a dry run finds none.
     control_address: str = "127.0.0.1"
-    addresses: Mapping[str, str] = _NOTHING  # of hosts in `networks`, by their names, where known
+    addresses: Mapping[str, str] = MappingProxyType({})  # of hosts in `networks`, by their names, where known
 
     @property
     def other_family(self) -> int:
@@ -64,7 +60,7 @@ class Request(NamedTuple):
     @property
     def why_pinned(self) -> str:
         """The reason for flags that keep mpirun from following a scheduler's variables; "" without any."""
-        names = [row.name for row in SCHEDULERS if row.followed_by and row.is_present(self.env)]
+        names = [row.name for row in SCHEDULERS if row.followed_by and row.is_present(self.environment.shell)]
         why = "the hosts, and the way to them, are those of this command; mpirun would follow"
         return f"{why} {all_of(names)}" if names else ""
 
@@ -152,11 +148,10 @@ class Starter(NamedTuple):
 
     def compose(self, request: Request, scratch: str = ".") -> Command:
         """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
-        env, inherited = request.env, request.inherited
-        # mpirun's own environment has the others of them.
-        variables = {**to_start(inherited), **request.variables}
-        changed = {name: value for name, value in variables.items() if env.get(name) != value}
-        command = Command(str(self.program), [], request.job, {*variables}, scratch, {**changed})
+        shell, chosen, ours = request.environment
+        passed = {**to_start(shell), **chosen, **ours}  # mpirun's own environment has the others of the shell
+        changed = {name: value for name, value in passed.items() if shell.get(name) != value}
+        command = Command(str(self.program), [], request.job, {*passed}, scratch, {**changed})
         self.add_flags(request, command)
         command.settings |= changed  # they precede the settings of a starter
         command.add("--mpi-args, as you wrote them" * bool(request.mpi_args), *request.mpi_args)

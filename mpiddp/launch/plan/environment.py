@@ -1,4 +1,4 @@
-"""The environment variables of the ranks: those of the launcher, those that the user names, and our own.
+"""The environment variables of the ranks, and who wins if two sources set the same one.
 
 As under torchrun, a rank has every variable of its launcher, except those that a login, a host, or the
 scheduler of this job sets, and those that its mpirun has set for the rank. On several hosts they travel over
@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from mpiddp.errors import UserError, named_by
 from mpiddp.hosts.allocations import SCHEDULERS
@@ -43,17 +45,40 @@ _LONGEST = 131_071  # bytes of NAME=VALUE that Linux passes to a program
 _MAX_BYTES = 1 << 20
 
 
-def forwarded(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `env` that every rank gets.
+class Environment(NamedTuple):
+    """The variables of a job by their sources, of which a later one wins over an earlier one.
 
-    Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
+    On another host, each of them wins over what the host itself sets.
     """
-    places = [_OF_A_HOST, *_of_schedulers(env)]
-    return {
-        name: value
-        for name, value in env.items()
-        if (_OF_A_JOB.match(name) or not any(place.match(name) for place in places)) and not is_of_one_host(name, value)
-    }
+
+    shell: Mapping[str, str] = MappingProxyType({})  # of the user, which mpirun inherits
+    chosen: Mapping[str, str] = MappingProxyType({})  # by -x of a hostfile, then --env-file, then -x
+    ours: Mapping[str, str] = MappingProxyType({})  # of this launcher
+
+    @classmethod
+    def of(cls, env: Mapping[str, str], settings: Mapping[str, str | None]) -> Environment:
+        """The environment of the ranks of a launcher whose variables are `env`. None keeps a variable home."""
+        chosen = {name: value for name, value in settings.items() if value is not None}
+        return cls({name: value for name, value in env.items() if settings.get(name, "") is not None}, chosen)
+
+    @property
+    def of_ranks(self) -> dict[str, str]:
+        """The variables of every rank.
+
+        Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
+        """
+        places = [_OF_A_HOST, *_of_schedulers(self.shell)]
+        forwarded = {
+            name: value
+            for name, value in self.shell.items()
+            if (_OF_A_JOB.match(name) or not any(place.match(name) for place in places))
+            and not is_of_one_host(name, value)
+        }
+        return {**forwarded, **self.chosen, **self.ours}
+
+    def on(self, host: Host) -> dict[str, str]:
+        """The variables of the ranks on this host."""
+        return {**self.shell, **self.of_ranks} if is_this_host(host.name) else self.of_ranks
 
 
 def _of_schedulers(env: Mapping[str, str]) -> list[re.Pattern[str]]:
@@ -81,22 +106,21 @@ def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
 # --- the variables that the user names ---
 
 
-def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
-    """The variables of `-x VAR`, with their values in `env`, and of `-x VAR=VALUE`; names of `-x VAR-`."""
-    variables, kept_home = dict[str, str](), set[str]()
+def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str | None]:
+    """The settings of `-x VAR`, with its value in `env`, of `-x VAR=VALUE`, and None for `-x VAR-`."""
+    settings = dict[str, str | None]()
     for export in exports:
         name, has_value, value = export.partition("=")
         if not _NAME.fullmatch(name if has_value else name.removesuffix("-")):
             shown = f"{name}={LEFT_OUT}" if has_value else name
             raise UserError(f'-x {shown}: "{name}" is not a valid variable name.', fix="for example: -x DEBUG=1")
         if not has_value and name.endswith("-"):
-            variables.pop(name[:-1], None)  # an earlier option may set it
-            kept_home.add(name[:-1])
+            settings[name[:-1]] = None
             continue
         if not has_value and name not in env:
             raise UserError(f"-x {name}: {name} is not set here.", fix=f"export {name}=…")
-        variables[name] = _checked("-x", name, value if has_value else env[name])
-    return variables, kept_home - variables.keys()
+        settings[name] = _checked("-x", name, value if has_value else env[name])
+    return settings
 
 
 def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:
@@ -151,18 +175,14 @@ def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str
 # --- the GPUs of each host ---
 
 
-def of_host(host: Host, env: Mapping[str, str], exports: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a host's ranks: those of this machine's `env` that reach it, and those of -x."""
-    return {**(env if is_this_host(host.name) else forwarded(env)), **exports}
-
-
-def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Collection[str]) -> str:
+def gpu_table(hosts: Sequence[Host], environment: Environment) -> str:
     """MPIDDP_GPUS: the variables that the ranks of each host set before they load torch; "" for none.
 
-    `exports` are the variables that -x sets for the ranks. If the user hides all GPUs of a job, the numbers
-    in its hostfile are ignored, because nobody has checked them.
+    If the user hides all GPUs of a job, the numbers in its hostfile are ignored, because nobody has checked
+    them.
     """
-    names = sorted(env.keys() - exports)
+    env = environment.shell
+    names = sorted(env.keys() - environment.chosen.keys())
     here = {name: env[name] for name in names if is_of_one_host(name, env[name])}
 
     def choice(host: Host) -> dict[str, str]:

@@ -28,7 +28,7 @@ from mpiddp.hosts.transport import SSH
 from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log
 from mpiddp.launch.plan.command import Request, Starter
-from mpiddp.launch.plan.environment import forwarded, gpu_table
+from mpiddp.launch.plan.environment import Environment, gpu_table
 from mpiddp.launch.plan.job_network import find_network, requested_network
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past, choose, place
@@ -85,7 +85,7 @@ def make_plan(
     past = past or Past(read_hosts(options, env))
     named, is_first = past.named, not past.attempts
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
-    env = {name: value for name, value in env.items() if name not in options.kept_home}
+    environment = Environment.of(env, options.settings)
     # Without a preflight, --min-hosts still counts at a restart.
     need = {"--wait-for-hosts": options.wait_s, "--spares": options.spares, "--grow": options.grow_s}
     if (given := [name for name, value in need.items() if value]) and not options.check:
@@ -94,8 +94,8 @@ def make_plan(
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
     waits = options.wait_s or 0.0, len(named.usable) if is_first else least
-    checked = run_preflight(options, named, starter, env, logins, waits)
-    plan = _plan(options, env, starter, past, checked)
+    checked = run_preflight(options, named, starter, environment, logins, waits)
+    plan = _plan(options, environment, starter, past, checked)
     for host in plan.hosts.usable if is_first else ():
         for note in checked.notes.get(host, ()):
             log.info(note)
@@ -111,29 +111,28 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     complaints = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
     checked = plan.checked._replace(complaints={**plan.checked.complaints, **complaints})
     try:
-        return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
+        return _plan(plan.options, plan.request.environment, plan.starter, plan.past, checked)
     except UserError:
         raise JobFailed("\n".join(dict.fromkeys(failures.values()))) from None
 
 
-def _plan(options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked) -> Plan:
+def _plan(options: LaunchOptions, environment: Environment, starter: Starter, past: Past, checked: Checked) -> Plan:
     wanted, least = _wanted_hosts(past, options.spares, options.min_hosts)
     chosen = choose(past, checked, wanted, least)
-    placed = place(chosen, checked.gpus, starter, options, env, past, wanted)
+    placed = place(chosen, checked.gpus, starter, options, environment, past, wanted)
     is_agent = options.job[:3] == ("-m", "mpiddp", "run")
     job = options.job[3:] if is_agent else options.job
     request = Request(
         hosts=placed,
         job=(str(PYTHON), *OURS, "run", *job),
-        folder=working_folder(env),
-        inherited=forwarded(env),
-        env=env,
+        folder=working_folder(environment.shell),
+        environment=environment,
         bind=options.bind,
         mpi_args=options.mpi_args,
         is_restart=past.attempts > 0,
     )
     request = find_network(request, checked.infos, options.interface, dry_run=options.dry_run)
-    request = request._replace(variables=_variables(options, starter, request))
+    request = request._replace(environment=environment._replace(ours=_ours(options, starter, request)))
     plan = Plan(options, starter, past, checked, chosen, request)
     for line in _choices(plan):
         log.info(line)
@@ -193,9 +192,9 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
             need = f"--nnodes {options.min_hosts}:{most} needs a list of {most} hosts"
             raise UserError(f"{need}; {hosts.source} has {len(hosts.usable)}.")
         hosts = replace(hosts, hosts=hosts.usable[:most])
-    for variable in sorted({*VISIBLE} & options.variables.keys()):
+    for variable in sorted(VISIBLE):
         for host in hosts.hosts:
-            if host.gpus is not None:
+            if host.gpus is not None and options.settings.get(variable) is not None:
                 both = f"gpus= and -x {variable} both choose the GPUs of {host.name}"
                 raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
     return hosts
@@ -217,7 +216,7 @@ def run_preflight(
     options: LaunchOptions,
     named: Hosts,
     starter: Starter,
-    env: Mapping[str, str],
+    environment: Environment,
     logins: Logins | None = None,
     waits: tuple[float, int] = (0.0, 0),
 ) -> Checked:
@@ -225,9 +224,9 @@ def run_preflight(
 
     `waits`: the most seconds to wait for hosts, and the number of hosts that are enough to stop waiting.
     """
-    kind, exports = options.job[0], options.variables
+    kind, env = options.job[0], {**environment.shell, **environment.chosen}
     is_alone = not other_hosts(named.usable)
-    uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
+    uses_gpus = options.backend != "gloo" and not hides_all_gpus(env)
     is_off = options.dry_run or not options.check
     if is_off or (is_alone and not uses_gpus):
         return Checked()
@@ -235,7 +234,7 @@ def run_preflight(
         host, gpus = named.usable[0], read_health(env.get("PATH"))
         if gpus is None:
             return Checked(complaints={host: NO_ANSWER.format(name=host.name)})
-        return check_gpus(Checked(gpus={host: gpus}), env, exports)
+        return check_gpus(Checked(gpus={host: gpus}), environment)
     interface = requested_network(options.interface)[1] if options.interface else ()
     needs = {
         "python": str(PYTHON),
@@ -244,14 +243,14 @@ def run_preflight(
         "daemon": str(starter.program.with_name(starter.daemon or starter.program.name)),
         "folder": working_folder(env),
         "path": env.get("PATH", os.defpath),  # of the ranks
-        "packages": python_path({**env, **exports}),  # the folders of their PYTHONPATH
+        "packages": python_path(env),  # the folders of their PYTHONPATH
         "interface": ",".join(interface),  # names, addresses or networks
         "program": options.job[1] if kind == "--" else "",  # by its path or on `path`
         "script": "" if kind in ("--", "-m") else kind,
         "uses_gpus": uses_gpus,
     }
     checked = preflight(named.usable, needs, named.transport, waits=waits, logins=logins)
-    return check_gpus(checked, env, exports) if uses_gpus else checked
+    return check_gpus(checked, environment) if uses_gpus else checked
 
 
 def working_folder(env: Mapping[str, str]) -> str:
@@ -267,15 +266,15 @@ def working_folder(env: Mapping[str, str]) -> str:
     return str(here)
 
 
-def _variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
-    """The variables that this launcher sets for the ranks. Its own precede -x and --env-file."""
-    hosts, exports = request.hosts.hosts, options.variables
-    library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
+def _ours(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
+    """The variables that this launcher sets for the ranks."""
+    hosts, chosen = request.hosts.hosts, request.environment.chosen
     networks = ",".join(request.networks)
-    gpus = "" if starter.chooses_gpus else gpu_table(hosts, request.env, exports)
-    # The environment may hold the default of --timeout, and -x precedes that.
-    timeout_s = None if names.TIMEOUT in exports else options.timeout_s
+    gpus = "" if starter.chooses_gpus else gpu_table(hosts, request.environment)
+    # The shell may hold the default of --timeout, and -x precedes that.
+    timeout_s = None if names.TIMEOUT in chosen else options.timeout_s
     ours = {
+        "MPI4PY_LIBMPI": chosen.get("MPI4PY_LIBMPI") or str(starter.libmpi or ""),
         names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
         names.GPUS: gpus,
@@ -283,10 +282,10 @@ def _variables(options: LaunchOptions, starter: Starter, request: Request) -> di
         names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         names.LOG_DIR: options.log_dir,
         names.LOG_TO: shlex.join(options.log_to),
-        names.ORDERS: Orders(exported=tuple(exports)).packed(),  # for a command of --dry-run
+        names.ORDERS: Orders(exported=tuple(chosen)).packed(),  # for a command of --dry-run
         "MASTER_ADDR": options.master_addr,
     }
-    return {**library, **exports, **{name: value for name, value in ours.items() if value}}
+    return {name: value for name, value in ours.items() if value}
 
 
 # --- hosts that can join a running job ---
@@ -309,7 +308,7 @@ def search_once(plan: Plan) -> list[str]:
             return []
         forget_addresses()
         together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
-        checked = run_preflight(options, together, plan.starter, plan.request.env)
+        checked = run_preflight(options, together, plan.starter, plan.request.environment)
     except (UserError, JobFailed, OSError):
         return []
     joining = [host.name for host in new if host not in checked.complaints]

@@ -89,9 +89,8 @@ class LaunchOptions:
     # The program of each rank: a script, -m and a module, or -- and a command, each with its arguments.
     job: tuple[str, ...] = ()
     backend: str | None = None  # the backend that the options of `mpiddp train` request
-    # The variables of -x and --env-file. A file is read only once, because it may be a pipe.
-    variables: Mapping[str, str] = field(default_factory=dict)
-    kept_home: frozenset[str] = frozenset()  # variables of this environment that reach no rank
+    # The variables of -x and --env-file, None for -x VAR-. A file is read only once, because it may be a pipe.
+    settings: Mapping[str, str | None] = field(default_factory=dict)
     of_hostfile: tuple[str, ...] = ()  # the options in a hostfile, each with its file and line
     max_hosts: int | None = None  # by --nnodes MIN:MAX, the number of hosts to take from the list
     prefix: str = "auto"  # MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
@@ -279,14 +278,12 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
         raise UserError('--log-dir "": expected a folder.')
     refuse_both(values["hostfile"], values["host_list"])
     values["mpi_args"] = [word for text in values["mpi_args"] for word in shell_words(text)]
-    variables: dict[str, str] = {}
+    settings = values.setdefault("settings", {})  # of a hostfile; what follows precedes it
     for path in values["env_files"]:
-        variables |= read_env_file(path, os.environ)
-    exported, kept_home = parse_exports(values["exports"], os.environ)
-    variables |= exported  # -x takes precedence over a file
-    kept_home -= variables.keys()
+        settings |= read_env_file(path, os.environ)
+    settings |= parse_exports(values["exports"], os.environ)
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return LaunchOptions(job, variables=variables, kept_home=frozenset(kept_home), **values)
+    return LaunchOptions(job, **values)
 
 
 # A hostfile may choose these: networks, time limits, and hosts to leave out. It may also set variables of the
@@ -309,20 +306,21 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
     """
     parser = OneSentenceParser(prog="mpiddp launch", add_help=False)
     add_options(parser, *_BY_HOSTFILE)
-    values = argparse.Namespace(of_hostfile=())
+    values = argparse.Namespace(of_hostfile=(), settings={})
     for number, text in hosts.options:
         where = f"{hosts.source}:{number}"
         try:
             words = shell_words(text)
             _, others = parser.parse_known_args(words, values)
-            parse_exports(values.exports, os.environ)
-            variables = [text for text in values.exports if not _OF_A_NETWORK.fullmatch(text)]
+            exports, values.exports = values.exports, []
+            values.settings |= parse_exports(exports, os.environ)
+            variables = [text for text in exports if not _OF_A_NETWORK.fullmatch(text)]
             others += [f"-x {text.partition('=')[0]}" for text in variables]
             if others:
                 raise UserError(f"{shown(others[0])}: {_OF_A_CLUSTER}.")
         except (UserError, argparse.ArgumentTypeError) as error:
             raise UserError(f"{where}: {str(error).removeprefix('mpiddp launch: ')}") from None
-        values.of_hostfile += (f"{where}: {shlex.join(without_values(words, values.exports))}",)
+        values.of_hostfile += (f"{where}: {shlex.join(without_values(words, exports))}",)
     return values
 
 

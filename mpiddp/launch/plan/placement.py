@@ -6,7 +6,6 @@ line, else one for each GPU, within -n and --npernode. Results of the job's earl
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -22,10 +21,9 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import Announcement
 from mpiddp.launch.plan.command import Starter
-from mpiddp.launch.plan.environment import of_host
+from mpiddp.launch.plan.environment import Environment
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.preflight import Checked
-from mpiddp.protocol import variables as names
 from mpiddp.text import counted, listed, shown
 
 
@@ -39,17 +37,6 @@ class Past(NamedTuple):
     doubts: Mapping[str, str] = MappingProxyType({})  # by the key of a host, the reason to avoid it
     num_hosts: int = 0  # of the first attempt
     grows: bool = True  # whether a stop for hosts that can join (--grow) may be worth it
-
-    def variables(self) -> dict[str, str]:
-        """The environment variables of the next attempt's ranks."""
-        size = self.announced.global_batch_size
-        announced = {"global_batch_size": size, "world_size": self.announced.world_size}
-        variables = {
-            names.RESTART_COUNT: str(self.attempts),
-            names.ANNOUNCED: json.dumps(announced) if size else "",
-            names.RUN_DIR: self.announced.run_dir,
-        }
-        return {name: value for name, value in variables.items() if value}
 
 
 def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:
@@ -90,7 +77,6 @@ def _slots(hosts: Hosts, host: Host, gpus: Sequence[Gpu] | None, options: Launch
     the host.
     """
     is_gloo, slots = options.backend == "gloo", host.slots or 0
-    env = of_host(host, env, options.variables)
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
     may_share = len(hosts.hosts) == 1 and slots > 1 and not is_gloo
     matters = host.slots is None or host.gpus or may_share
@@ -143,7 +129,7 @@ def place(
     gpus: Mapping[Host, Sequence[Gpu]],  # of the hosts that a preflight has asked
     starter: Starter,
     options: LaunchOptions,
-    env: Mapping[str, str],
+    environment: Environment,
     past: Past,
     wanted: int,
 ) -> Hosts:
@@ -153,9 +139,9 @@ def place(
     fewer ranks may start.
     """
     n, npernode = options.n, options.npernode
-    room = {host: _slots(hosts, host, gpus.get(host), options, env) for host in hosts.hosts}
+    room = {host: _slots(hosts, host, gpus.get(host), options, environment.on(host)) for host in hosts.hosts}
     if not (options.names_hosts or past.attempts):
-        on_node = env.get("SLURM_GPUS_ON_NODE", "")
+        on_node = environment.shell.get("SLURM_GPUS_ON_NODE", "")
         are_idle = {*room.values()} == {1} and on_node not in ("", "0", "1")
         more = f"; for a rank on each GPU: #SBATCH --ntasks-per-node={shown(on_node)}"
         more *= hosts.starter == "srun" and are_idle
@@ -175,8 +161,7 @@ def place(
         by_host = listed([f"{host.name}={slots}" for host, slots in room.items()])
         is_unnamed = not (options.names_hosts or hosts.scheduler or npernode)
         # More ranks than GPUs would share them, which NCCL refuses.
-        of_job = {host: of_host(host, env, options.variables) for host in room}
-        seen = [_visible_gpus(host, gpus.get(host) or (), of_job[host]) for host in room]
+        seen = [_visible_gpus(host, gpus.get(host) or (), environment.on(host)) for host in room]
         on_cpus = any(seen) and options.backend != "gloo"
         flags = "-x CUDA_VISIBLE_DEVICES= " * on_cpus
         more = f"{'on CPUs: ' * on_cpus}{flags}-H localhost:{n}" * is_unnamed

@@ -28,7 +28,7 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
-from mpiddp.launch.plan.environment import of_host
+from mpiddp.launch.plan.environment import Environment
 from mpiddp.text import all_of, differences, duration, listed, with_fix
 
 PAUSE_S = 1.0  # between two attempts to reach a host
@@ -132,14 +132,11 @@ def preflight(
     )
 
 
-def check_gpus(checked: Checked, env: Mapping[str, str], exports: Mapping[str, str]) -> Checked:
-    """`checked` with a complaint for each host with a fault, and with notes, about the GPUs of its ranks.
-
-    exports: the variables of -x.
-    """
+def check_gpus(checked: Checked, environment: Environment) -> Checked:
+    """`checked` with a complaint for each host with a fault, and with notes, about the GPUs of its ranks."""
     broken, noted = dict[Host, str](), dict[Host, list[str]]()
     for host, present in checked.gpus.items():
-        chosen = chosen_gpus(present, of_host(host, env, exports), host.gpus)
+        chosen = chosen_gpus(present, environment.on(host), host.gpus)
         if sentences := [*faults(host.name, present, chosen)]:
             broken[host] = with_fix("\n".join(sentences), _ANYWAY)
         ssh = "" if is_this_host(host.name) else ssh_line(host)

@@ -25,6 +25,7 @@ from mpiddp.hosts.facts import VERSION_S, program_version
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch.plan.command import Command, Request, Starter
 from mpiddp.protocol.channel import probe_interval_s
+from mpiddp.protocol.variables import PRIVATE
 from mpiddp.text import shown
 
 # The reasons that several starters give for their flags.
@@ -82,7 +83,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     include = "" if exclude else include
     dotted = [host for host in hosts if "." in host.name and host.name.strip("0123456789.")]
     # The parameters that the user sets, in the environment or by --mpi-args.
-    preset = {name.partition("_MCA_")[2] for name in request.env}
+    preset = {name.partition("_MCA_")[2] for name in request.environment.shell}
     options = pairwise(request.mpi_args)
     preset |= {name for flag, name in options if _PARAMETER_OPTION.fullmatch(flag)}
     chooses_tmpdir = any("tmpdir_base" in name for name in preset)
@@ -152,7 +153,7 @@ def _mpich(request: Request, command: Command) -> None:
     if request.other_family == 4:
         problem = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
         raise UserError(f"{problem}.", fix="--mpirun PATH, of Open MPI or Intel MPI")
-    if len(counts) > 1 and "UCX_TLS" not in request.env:
+    if len(counts) > 1 and "UCX_TLS" not in request.environment.shell:
         # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
         # and then hangs between them.
         command.settings["UCX_TLS"] = "tcp,self"
@@ -174,7 +175,7 @@ def _intel_mpi(request: Request, command: Command) -> None:
     command.add(_COUNTS, "-machinefile", command.file("mpiddp-machines", _counts(request)))
     variables = ("I_MPI_HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
     _add_hydra(request, command, "-bootstrap", *variables)
-    if len(request.hosts.hosts) > 1 and (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.env:
+    if len(request.hosts.hosts) > 1 and (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.environment.shell:
         # Otherwise some hosts log in to others, without this configuration.
         command.settings[branches] = str(len(request.hosts.hosts))
     command.add(_IPV6 if request.other_family == 4 else "", "-v6")
@@ -195,9 +196,9 @@ def _add_hydra(request: Request, command: Command, launcher: str, *variables: st
     program_variable, arguments_variable = variables
     transport, interface = request.hosts.transport, request.interface
     hydra, program, why = transport.hydra, transport.agent[0], request.why_pinned
-    if program_variable not in request.env and (agent := command.ssh_agent(request.hosts)):
+    if program_variable not in request.environment.shell and (agent := command.ssh_agent(request.hosts)):
         hydra, why, (program, _, arguments) = "rsh", _ANY_SHELL, agent.partition(" ")
-        arguments += f" {request.env.get(arguments_variable, '')}"
+        arguments += f" {request.environment.shell.get(arguments_variable, '')}"
         command.settings[arguments_variable] = arguments.rstrip()
     command.add(why, launcher, hydra, *((f"{launcher}-exec", program) if hydra == "rsh" else ()))
     command.add(_VARIABLES, "-genvlist", ",".join(sorted(command.variables)))
@@ -217,8 +218,9 @@ def _srun(request: Request, command: Command) -> None:
     where = () if listed else (f"--nodelist={','.join(names)}",)
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
     # srun passes on only the variables that are named here, so those of a login are named too.
-    exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | command.variables
-    exported |= request.inherited.keys()
+    exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.environment.shell.keys() | command.variables
+    if PRIVATE not in command.variables:  # otherwise the hosts have the others already
+        exported |= request.environment.of_ranks.keys()
     command.add(_PER_RANK, f"--ntasks={request.hosts.world_size}")
     command.add("the host of each rank, in order", "--distribution=arbitrary", *where)
     command.add("the ranks join through Slurm's variables; MPI is not needed", "--mpi=none")
@@ -227,13 +229,13 @@ def _srun(request: Request, command: Command) -> None:
     command.add("one Ctrl-C is enough", "--quit-on-interrupt")
     command.add(_FOLDER, f"--chdir={request.folder}")
     command.add(_VARIABLES, f"--export={','.join(sorted(exported))}")
-    if request.is_restart or "SLURM_LAUNCH_NODE_IPADDR" in request.env:
+    if request.is_restart or "SLURM_LAUNCH_NODE_IPADDR" in request.environment.shell:
         # The step of the ranks would wait for the CPUs of another: that of the last attempt ends only when
         # Slurm gives up a dead node, and this launcher may run in one, as in the shell of `srun --pty`.
         command.settings["SLURM_OVERLAP"] = "1"
-    cpus = request.env.get("SLURM_CPUS_PER_TASK", "")
+    cpus = request.environment.shell.get("SLURM_CPUS_PER_TASK", "")
     most = max(host.ranks for host in request.hosts.hosts)
-    if most > 1 and not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & request.env.keys():
+    if most > 1 and not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & request.environment.shell.keys():
         # As scripts for torchrun do: the job has the cores of one task on each host, and several GPUs.
         command.add("the ranks of a host share the cores of its one task", "--overcommit")
         cpus = str(int(cpus) // most or "") if cpus.isdecimal() else ""

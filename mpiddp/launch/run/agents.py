@@ -6,6 +6,7 @@ preflight, no new mpirun, and no new login.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.outcome import Outcome
-from mpiddp.launch.plan.environment import of_mpirun, to_start
+from mpiddp.launch.plan.environment import Environment, of_mpirun, to_start
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import Console, ControlServer, Exchange, SignalQueue, listen
 from mpiddp.launch.run.handover import hand_over, sweep
@@ -83,10 +84,19 @@ class Agents:
             stack.callback(self.output.settle, is_said=outcome.is_complete)
 
 
-def orders_of(plan: Plan, server: ControlServer) -> Orders:
+def orders_of(launcher: Launcher, plan: Plan, server: ControlServer) -> Orders:
     """The orders for the agents of `plan`, which are to connect to `server`."""
-    options, world_size = plan.options, plan.request.hosts.world_size
-    has_prefix = {"auto": max(world_size, plan.past.num_hosts) > 1, "always": True}.get(options.prefix, False)
+    options, announced = plan.options, plan.past.announced
+    most = max(plan.request.hosts.world_size, plan.past.num_hosts)
+    has_prefix = {"auto": most > 1, "always": True}.get(options.prefix, False)
+    kept = {"global_batch_size": announced.global_batch_size, "world_size": announced.world_size}
+    variables = {
+        names.RUN_ID: launcher.run_id,
+        names.MAX_RESTARTS: str(options.max_restarts),
+        names.RESTART_COUNT: str(plan.past.attempts),
+        names.ANNOUNCED: json.dumps(kept) if announced.global_batch_size else "",
+        names.RUN_DIR: announced.run_dir,
+    }
     umask = os.umask(0)
     os.umask(umask)
     return Orders(
@@ -98,16 +108,16 @@ def orders_of(plan: Plan, server: ControlServer) -> Orders:
         holds=plan.holds,
         failed_grace_s=options.failed_grace_s,
         umask=umask,
-        exported=tuple(options.variables),
-        variables=plan.past.variables(),
-        args=plan.past.announced.resume_args,
+        exported=tuple(plan.request.environment.chosen),
+        variables={name: value for name, value in variables.items() if value},
+        args=announced.resume_args,
     )
 
 
 def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
     """Start the agents of `plan`. If others do not reach a host, it returns a sentence for each one, see `hand_over`."""
     options, request = plan.options, plan.request
-    hosts = request.names_of_ranks
+    world_size = request.hosts.world_size
     others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
     job = os.urandom(8).hex()
     with ExitStack() as stack:
@@ -116,30 +126,29 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or options.job[0] == "--")
         where = folder / "control" if has_path else request.control_address
-        server = ControlServer(listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s))
+        server = ControlServer(listen(where), world_size, selector, lost_s=max(LEAST_SILENCE_S, options.lost_s))
         stack.callback(server.close)
-        orders = orders_of(plan, server)
-        settings = {names.JOB: job, names.RUN_ID: launcher.run_id, names.MAX_RESTARTS: str(options.max_restarts)}
-        variables = {**request.variables, **settings, names.ORDERS: orders.packed()}
-        env = dict(request.env)
+        orders = orders_of(launcher, plan, server)
+        ours = {**request.environment.ours, names.JOB: job, names.ORDERS: orders.packed()}
+        environment = request.environment._replace(ours=ours)
+        shell = environment.shell
         private_name = private.new_name() if others else ""
         if private_name:
             stack.callback(private.remove, private_name)
-            everything = {**request.inherited, **variables}
-            variables = to_start({**everything, names.PRIVATE: private_name})
-            request = request._replace(inherited={})  # each host has them already
-            env = of_mpirun(env, request.hosts.transport)
+            kept = environment.of_ranks
+            environment = Environment(shell, ours=to_start({**kept, names.PRIVATE: private_name}))
+            shell = of_mpirun(shell, request.hosts.transport)
             with launcher.signals.interrupting():
-                cut_off = hand_over(plan, server, private_name, everything, launcher.logins)
+                cut_off = hand_over(plan, server, private_name, kept, launcher.logins)
             if cut_off:
                 return cut_off
         launcher.logins.close()
-        command = plan.starter.compose(request._replace(variables=variables), str(folder))
-        mpirun = MpirunProcess(plan.starter, command, env)
+        command = plan.starter.compose(request._replace(environment=environment), str(folder))
+        mpirun = MpirunProcess(plan.starter, command, shell)
         stack.callback(mpirun.close)
         # The output of a detached job is kept without --log-dir, too.
         logs = launcher.logs if options.log_dir else None
-        output = JobOutput(options, len(hosts), selector, mpirun.streams, logs, has_prefix=orders.terminal.has_prefix)
+        output = JobOutput(options, world_size, selector, mpirun.streams, logs, has_prefix=orders.terminal.has_prefix)
         selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)

@@ -338,7 +338,7 @@ class Attempt:
         if len(server.connected) < server.world_size:
             return False
         server.stop_listening()
-        orders = orders_of(plan, server)._replace(key="")  # agents know the next key
+        orders = orders_of(agents.launcher, plan, server)._replace(key="")  # agents know the next key
         server.ask(server.connected, "again", agents=True, orders=orders.packed())
         deadline = time.monotonic() + AGAIN_S
         while server.has_members and self.mpirun.code is None and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host
-from mpiddp.launch.plan.environment import forwarded, gpu_table, parse_env_file, without_values
+from mpiddp.launch.plan.environment import Environment, gpu_table, parse_env_file, without_values
 from mpiddp.launch.plan.job_plan import read_hosts
 from mpiddp.launch.plan.options import LaunchOptions, launch_of_train, parse_options, variables_of_options
 from tests.support.ranks import ROOT, script
@@ -35,7 +35,7 @@ def parsed(options: str) -> LaunchOptions:
         ("", {}),
         ("--no-check", {"check": False}),
         ("--wait-for-hosts 10m", {"wait_s": 600.0}),
-        ("-x A=2 -x B=1", {"exports": ("A=2", "B=1"), "variables": {"A": "2", "B": "1"}}),
+        ("-x A=2 -x B=1", {"exports": ("A=2", "B=1"), "settings": {"A": "2", "B": "1"}}),
         ("--mpi-args=-v --mpi-args= --mpi-args=--a_b", {"mpi_args": ("-v", "--a_b")}),
         ("--stop-after 55m", {"stop_after_s": 3300.0}),
         ("-v", {"verbose": True}),
@@ -179,16 +179,16 @@ OF_A_USER = (
 
 def test_every_variable_reaches_the_ranks_but_those_of_a_place():
     env = dict.fromkeys((*PASSED, *OF_A_PLACE), "1")
-    assert forwarded(env | {"CUDA_VISIBLE_DEVICES": "1"}) == dict.fromkeys(PASSED, "1")
+    assert Environment(env | {"CUDA_VISIBLE_DEVICES": "1"}).of_ranks == dict.fromkeys(PASSED, "1")
     users = dict.fromkeys(OF_A_USER, "1")
-    assert forwarded(users) == users
-    assert forwarded(users | {"FLUX_URI": "1"}).keys() == users.keys() - {"FLUX_DEV"}
+    assert Environment(users).of_ranks == users
+    assert Environment(users | {"FLUX_URI": "1"}).of_ranks.keys() == users.keys() - {"FLUX_DEV"}
 
 
 def test_gpus_that_an_option_chooses():
     here, env = [Host("localhost")], {"CUDA_VISIBLE_DEVICES": "1"}
-    assert gpu_table(here, env, ()) == '[{"CUDA_VISIBLE_DEVICES":"1"}]'
-    assert gpu_table(here, env, env.keys()) == ""
+    assert gpu_table(here, Environment(env)) == '[{"CUDA_VISIBLE_DEVICES":"1"}]'
+    assert gpu_table(here, Environment(env, env)) == ""
 
 
 FILE = r"""

@@ -15,6 +15,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.judge.events import Phase, Record, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.command import Command
+from mpiddp.launch.plan.environment import Environment
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past, place
 from mpiddp.launch.plan.starters import STARTERS
@@ -112,6 +113,6 @@ def test_a_restart_without_a_rank_whose_output_is_wanted(capfd):
     hosts, options = Hosts("hosts", (Host("localhost", slots=2),)), LaunchOptions(("train.py",), log_ranks="0,5")
     past = Past(hosts)
     with pytest.raises(UserError, match="--log-ranks 0,5: there is no rank 5; the job has ranks 0 to 1"):
-        place(hosts, {}, STARTERS[1], options, {}, past, 1)
-    assert place(hosts, {}, STARTERS[1], options, {}, past._replace(attempts=1), 1).world_size == 2
+        place(hosts, {}, STARTERS[1], options, Environment(), past, 1)
+    assert place(hosts, {}, STARTERS[1], options, Environment(), past._replace(attempts=1), 1).world_size == 2
     assert "there is no rank 5; the job has ranks 0 to 1" in capfd.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list
 from mpiddp.launch.plan.command import Request
+from mpiddp.launch.plan.environment import Environment
 from mpiddp.launch.plan.placement import Past, choose
 from mpiddp.launch.plan.preflight import Checked
 from mpiddp.launch.plan.starters import STARTERS
@@ -32,13 +33,13 @@ def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own(starter, request_, sc
 
 
 def test_a_launcher_of_the_user_is_kept():
-    command = MPICH.compose(REQUEST._replace(env={"HYDRA_LAUNCHER_EXEC": "myssh"}))
+    command = MPICH.compose(REQUEST._replace(environment=Environment({"HYDRA_LAUNCHER_EXEC": "myssh"})))
     assert not {"-launcher-exec", "mpiddp-ssh"} & {*command.argv, *command.files}
 
 
 @pytest.mark.parametrize(("cpus", "flags"), [("7", ["--cpus-per-task=3"]), ("1", []), ("", [])])
 def test_ranks_beyond_the_one_task_of_a_host_share_its_cores(cpus, flags):
-    command = SRUN.compose(REQUEST._replace(env={"SLURM_CPUS_PER_TASK": cpus}))
+    command = SRUN.compose(REQUEST._replace(environment=Environment({"SLURM_CPUS_PER_TASK": cpus})))
     assert [argument for argument in command.argv if "cpus-per-task" in argument] == flags
 
 
