@@ -317,6 +317,6 @@ def test_the_recipe_of_the_default_learns():
     before = training.evaluate(test)
     *_, last = training.steps(0)
     score = training.evaluate(test)
-    assert (last.number, last.is_last) == (50, True)
+    assert (last.number, last.is_last) == (60, True)
     assert before.accuracy < 0.3
     assert score.accuracy > 0.8
