@@ -106,8 +106,7 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
         node_rank=int(env["GROUP_RANK"]),
         num_nodes=int(env["GROUP_WORLD_SIZE"]),
     )
-    has_store = session.store is not None or env.get(AGENT_STORE) == "True"
-    if world.rank == 0 and world.world_size > 1 and not has_store:
+    if world.rank == 0 and world.world_size > 1 and not (session.store or env.get(AGENT_STORE) == "True"):
         # As in a command, nobody serves the store yet, unless the script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
             session.torch_store = serve_store(env, bind(resolve(address), port, world.hostname).detach())

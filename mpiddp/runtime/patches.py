@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -109,11 +109,11 @@ def await_gloo() -> None:
 def finalized_mpi(session: Session) -> None:
     """Under a plain mpirun, `mpi4py.MPI` is refused: the agent has used MPI, which cannot start twice."""
     if World.from_env().launcher.mpis and JOB not in os.environ:
-        refuse_mpi()
+        session.starting_mpi = refuse_mpi()
 
 
-def refuse_mpi() -> None:
-    """Raise an ImportError for `mpi4py.MPI`, which says what to do instead.
+def refuse_mpi() -> Callable[[], NoReturn]:
+    """Raise an ImportError for `mpi4py.MPI`, which says what to do instead. Returns what raises it.
 
     Every function of a finalized MPI aborts the process, and an MPI of a script's own would be rank 0 of 1.
     Libraries that only ask whether MPI is there (PyTorch Lightning 2.6 calls MPI.COMM_WORLD.Get_size()) catch
@@ -128,6 +128,7 @@ def refuse_mpi() -> None:
         )
 
     sys.meta_path.insert(0, AtImport(["mpi4py.MPI"], refused))
+    return refused
 
 
 def stop_signal(session: Session) -> None:
@@ -205,7 +206,10 @@ def store_of_job(session: Session) -> None:
 
 
 def forming(session: Session) -> None:
-    """The launcher learns which ranks wait in `init_process_group`, and names those that have not come."""
+    """The launcher learns which ranks wait in `init_process_group`, and names those that have not come.
+
+    A torch that is built with MPI starts it there, as the rank that it is.
+    """
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -217,7 +221,8 @@ def forming(session: Session) -> None:
         tell = script_session().coordinator.tell_launcher  # connects
         tell("forming", active=True)
         try:
-            init(*args, **kwargs)
+            with session.starting_mpi() if "mpi" in (*args[:1], kwargs.get("backend")) else nullcontext():
+                init(*args, **kwargs)
         finally:
             tell("forming", active=False)
 

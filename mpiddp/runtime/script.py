@@ -145,8 +145,8 @@ def _begin(session: Session, control: socket.socket) -> None:
     session.rank = int(env["RANK"])
     variables, modules = dict(os.environ), {*sys.modules}
     if JOB in os.environ:
-        starting_mpi = partial(_starting_mpi, session, facts["mpi"])
-        sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
+        session.starting_mpi = partial(_starting_mpi, session, facts["mpi"])
+        sys.meta_path.insert(0, AtImport(_USES_MPI, session.starting_mpi))
 
     def act() -> None:
         from mpiddp.runtime.rendezvous.store import StoreOfJob

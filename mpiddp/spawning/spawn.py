@@ -162,7 +162,6 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     source = getattr(getattr(function, "__code__", None), "co_filename", "")
     lines = linecache.getlines(source)
-    path = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]  # noqa: PTH100
     try:
         body = cloudpickle.dumps(call)
     except Exception as error:
@@ -174,7 +173,7 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
         "name": name,
         # An entry of linecache, which keeps an entry without a time of change.
         "source": {source: (sum(map(len, lines)), None, lines, source)},
-        "path": path,
+        "path": [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)],  # noqa: PTH100
     }
     return name, b64encode(pickle.dumps((facts, body)))
 

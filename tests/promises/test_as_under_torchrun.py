@@ -550,6 +550,34 @@ def test_a_script_that_uses_mpi(place, mpi):
     assert done.lines == ["2 True"] * 2
 
 
+OF_TORCH = """
+import ctypes, os, shutil, sys
+import torch.distributed.distributed_c10d as c10d
+class ProcessGroupMPI:  # of a torch that is built with MPI
+    @staticmethod
+    def create(ranks):
+        folder = os.path.dirname(shutil.which("mpirun"))
+        mpi, size = ctypes.CDLL(f"{folder}/../lib/libmpi.so", ctypes.RTLD_GLOBAL), ctypes.c_int()
+        mpi.MPI_Init(None, None)
+        mpi.MPI_Comm_size(ctypes.byref(ctypes.c_char.in_dll(mpi, "ompi_mpi_comm_world")), ctypes.byref(size))
+        mpi.MPI_Finalize()
+        print(size.value, flush=True)
+        os._exit(0)
+c10d.ProcessGroupMPI, c10d.is_mpi_available = ProcessGroupMPI, lambda: True
+c10d.init_process_group("mpi")
+"""
+
+
+def test_a_torch_that_uses_mpi(here):
+    """It has the job's ranks. Under a raw mpirun, where the agents have used MPI, it is refused."""
+    done = here.run(*WAYS["mpiddp"], "--log-ranks", "all", here.script(OF_TORCH))
+    assert done.lines == ["2", "2"], done.stderr
+    options = ("--allow-run-as-root", "--oversubscribe", "-np", "2")
+    done = here.run("mpirun", *options, sys.executable, "-m", "mpiddp", "run", here.script(OF_TORCH))
+    assert (done.code != 0, done.stdout) == (True, "")
+    assert "ImportError: mpiddp has finalized the MPI of this rank." in done.stderr
+
+
 STARTS_MPI = """
 import os, subprocess, sys
 if "imports" in sys.argv:

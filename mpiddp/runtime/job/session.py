@@ -46,6 +46,8 @@ class Session:
         self.sinks: Any = None  # the `mpiddp.runtime.sinks` of this process, once it has logged
         # The `mpiddp.runtime.rendezvous.store.StoreOfJob`, once a script with an agent has imported torch.
         self.store: Any = None
+        # Is entered when the script starts MPI. Its body has the variables of this rank of its mpirun.
+        self.starting_mpi: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.torch_store: object = None  # torch's store, if this process of rank 0 serves it
         self.error: BaseException | None = None  # has ended the script, or its process group
         self.progress = Progress(self.coordinator, self.tell_agent)

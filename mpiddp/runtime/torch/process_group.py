@@ -154,9 +154,8 @@ def device_of(world: World, backend: str) -> torch.device:
         return torch.device("cpu")
     gpu, gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     assert world.local_rank is not None, "the ranks have joined"
-    is_part_of_gpu = is_part(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     # For example with srun --gpus-per-task.
-    has_own = gpus == 1 and (world.launcher.hides_gpus or is_part_of_gpu)
+    has_own = gpus == 1 and (world.launcher.hides_gpus or is_part(os.environ.get("CUDA_VISIBLE_DEVICES", "")))
     index = 0 if has_own else world.local_rank
     if gpu is not None and index < gpus:
         return torch.device(gpu.type, index)
