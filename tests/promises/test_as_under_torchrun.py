@@ -16,7 +16,7 @@ import pytest
 from tests.support.installs import library_of, mpirun_of
 from tests.support.machine import reserved
 from tests.support.place import Here, every_mpi_on_hosts, program
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, mpirun_command
 from tests.support.terminal import in_a_terminal
 
 # Each starts a script on this machine. The module of torchrun would put the working folder first for itself.
@@ -556,8 +556,8 @@ import torch.distributed.distributed_c10d as c10d
 class ProcessGroupMPI:  # of a torch that is built with MPI
     @staticmethod
     def create(ranks):
-        folder = os.path.dirname(shutil.which("mpirun"))
-        mpi, size = ctypes.CDLL(f"{folder}/../lib/libmpi.so", ctypes.RTLD_GLOBAL), ctypes.c_int()
+        library = os.path.dirname(shutil.which("mpirun")) + "/../lib/libmpi.so.40"
+        mpi, size = ctypes.CDLL(library, ctypes.RTLD_GLOBAL), ctypes.c_int()
         mpi.MPI_Init(None, None)
         mpi.MPI_Comm_size(ctypes.byref(ctypes.c_char.in_dll(mpi, "ompi_mpi_comm_world")), ctypes.byref(size))
         mpi.MPI_Finalize()
@@ -572,8 +572,7 @@ def test_a_torch_that_uses_mpi(here):
     """It has the job's ranks. Under a raw mpirun, where the agents have used MPI, it is refused."""
     done = here.run(*WAYS["mpiddp"], "--log-ranks", "all", here.script(OF_TORCH))
     assert done.lines == ["2", "2"], done.stderr
-    options = ("--allow-run-as-root", "--oversubscribe", "-np", "2")
-    done = here.run("mpirun", *options, sys.executable, "-m", "mpiddp", "run", here.script(OF_TORCH))
+    done = here.run(*mpirun_command(2, "-m", "mpiddp", "run", here.script(OF_TORCH)))
     assert (done.code != 0, done.stdout) == (True, "")
     assert "ImportError: mpiddp has finalized the MPI of this rank." in done.stderr
 
