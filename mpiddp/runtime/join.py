@@ -106,7 +106,9 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
         node_rank=int(env["GROUP_RANK"]),
         num_nodes=int(env["GROUP_WORLD_SIZE"]),
     )
-    if world.rank == 0 and world.world_size > 1 and not (session.store or env.get(AGENT_STORE) == "True"):
+    # Before the script imports torch, it has no `session.store`, and will have one.
+    is_served = session.control is not None and patches.is_on(patches.store_of_job.__name__)
+    if world.rank == 0 and world.world_size > 1 and not (is_served or env.get(AGENT_STORE) == "True"):
         # As in a command, nobody serves the store yet, unless the script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
             session.torch_store = serve_store(env, bind(resolve(address), port, world.hostname).detach())
