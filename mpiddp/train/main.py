@@ -146,7 +146,7 @@ class Config(Recipe):
     mixup: float = option("mix pairs of images, by a draw from Beta(A, A) (default: 0, off)",
                           type=_FRACTION, metavar="A", default=0.0)
 
-    epochs: int = option("(default: 6 on CPUs, 12 on those with bf16, 30 on GPUs)", **count(1))
+    epochs: int = option("(default: 6 on CPUs, 13 on those with bf16, 30 on GPUs)", **count(1))
     steps_per_epoch: int | None = option("end every epoch after this many steps", **count(1))
     lr: float = option("peak; that of sgd is for 256 images, and scales with the batch (default: 0.4, of "
                        "whitened_resnet8 0.25, of adamw 1e-3)", type=_POSITIVE)

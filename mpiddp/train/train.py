@@ -63,10 +63,10 @@ _SMALL = Recipe(arch="whitened_resnet8", stem="whitened", batch_size=128, max_sh
                 optimizer="muon", lr=0.25, label_smoothing=0.1, views=6)  # fmt: skip
 _FOLDER = Recipe("image-folder", 224, stem="imagenet", weight_decay=1e-4)  # as torchvision
 RECIPES = {
-    "cifar10, cpu with bf16": replace(_SMALL, epochs=12, sides=(16,) * 6 + (24,) * 3 + (32,) * 3),
+    "cifar10, cpu with bf16": replace(_SMALL, epochs=13, sides=(16,) * 5 + (24,) * 3 + (32,) * 5),
     "cifar10, cpu": replace(_SMALL, epochs=6, sides=(16, 16, 16, 24, 32, 32), amp="off"),
     "cifar10, gpu": Recipe(),
-    "image-folder, cpu with bf16": replace(_FOLDER, batch_size=128, epochs=12, max_shift=2),
+    "image-folder, cpu with bf16": replace(_FOLDER, batch_size=128, epochs=13, max_shift=2),
     "image-folder, cpu": replace(_FOLDER, batch_size=128, epochs=6, max_shift=2, amp="off"),
     "image-folder, gpu": _FOLDER,
 }

@@ -323,7 +323,7 @@ def test_defaults_resume_and_say_how_long_they_take(here, processor):
     config = json.loads((here.folder / "whole/config.json").read_text())
     assert (config["arch"], config["optimizer"]) == ("whitened_resnet8", "muon")
     has_bf16 = not processor and fast_dtype(torch.device("cpu")) is torch.bfloat16
-    assert (config["epochs"], config["amp"]) == ((12, "bf16") if has_bf16 else (6, "off"))
+    assert (config["epochs"], config["amp"]) == ((13, "bf16") if has_bf16 else (6, "off"))
     said = [line for line in whole.lines if re.fullmatch(r"epoch .*  \d+ s left", line)]
     assert len(said) == steps
     assert re.search(rf"^{steps - 6} steps to come, in about \d+ s$", whole.stdout, re.M)
