@@ -120,9 +120,10 @@ def test_the_readme_says_what_was_measured():
         assert len(measured) == 3
         for accuracy, cpu_s, of_views in measured:
             assert float(accuracy) >= int(least)
-            assert processor == "without" or float(of_views) >= 91
-            assert int(cpu_s) / 2 < 4 * 60
+            assert float(of_views) >= {"with": 91, "without": 88}[processor]
+            assert round(int(cpu_s) / 2 / 60) <= 4
     assert "about four minutes on two CPU cores, [to 89 %](docs/evidence/accuracy.md), and 91 % by six views" in readme
+    assert "or to 87 % and 88 % without instructions for bf16" in readme
 
 
 def test_the_readme_begins_with_the_two_commands_of_a_fresh_clone():
