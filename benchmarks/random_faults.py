@@ -31,7 +31,7 @@ from typing import Any
 import mpiddp
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import OneSentenceParser, duration, whole
-from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints import folders
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.explain.explain import explain
 from mpiddp.explain.failures import Weight

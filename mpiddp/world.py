@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.protocol import variables as ours
+from mpiddp.protocol import variables
 from mpiddp.text import parse_whole, shown
 
 
@@ -193,7 +193,7 @@ class World(NamedTuple):
         if not (rank < world_size and (local_rank or 0) < most <= world_size):
             raise UserError(f"{_listed(values)}: these variables do not come from one launcher. Unset the stale ones.")
         if source.name == "env://" and is_joined(env):  # its agent has left out the other variables
-            named = (row for row in RANK_SOURCES if row.name == env.get(ours.LAUNCHER))
+            named = (row for row in RANK_SOURCES if row.name == env.get(variables.LAUNCHER))
             source = next(named, source)
         return cls(rank, world_size, local_rank, local_size, source)
 
@@ -206,11 +206,11 @@ def set_by_launchers(env: Mapping[str, str]) -> tuple[str, ...]:
 def is_rank(env: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as a rank, or a stale variable says so."""
     # Whatever its mpirun sets, mpiddp launch sets JOB.
-    return ours.JOB in env or any(_present(source, env) for source in RANK_SOURCES)
+    return variables.JOB in env or any(_present(source, env) for source in RANK_SOURCES)
 
 
-def _listed(variables: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={shown(text)}" for name, text in variables.items())
+def _listed(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={shown(text)}" for name, text in values.items())
 
 
 def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
@@ -237,19 +237,25 @@ def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
 
 def is_joined(env: Mapping[str, str]) -> bool:
     """Whether `env` is of a rank that has joined, or of its child. A torchrun sets another id."""
-    return ours.RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[ours.RUN_ID]
+    return variables.RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[variables.RUN_ID]
 
 
 def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     """Remove the variables of another job, before new ranks inherit them. Returns whether it had joined."""
-    channel = (ours.CHANNEL, ours.CHANNEL_SECRET)
-    for name in (*channel, ours.ANNOUNCED, ours.GPUS, ours.LAUNCHER, ours.RUN_DIR):
+    channel = (variables.CHANNEL, variables.CHANNEL_SECRET)
+    for name in (*channel, variables.ANNOUNCED, variables.GPUS, variables.LAUNCHER, variables.RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)
     if was_joined:
         leave_launchers(env)
-        del env[ours.RUN_ID]
-        for name in (ours.INTERFACE, ours.LOG_DIR, ours.LOST_AFTER, ours.MAX_RESTARTS, ours.TIMEOUT):
+        del env[variables.RUN_ID]
+        for name in (
+            variables.INTERFACE,
+            variables.LOG_DIR,
+            variables.LOST_AFTER,
+            variables.MAX_RESTARTS,
+            variables.TIMEOUT,
+        ):
             env.pop(name, None)  # they would be options of the new job
     # A launcher sets all of these, or the first two. Fewer are left over in a shell.
     complete = next((names for names in (TORCH, TORCH[:2]) if {*names} <= env.keys()), ())

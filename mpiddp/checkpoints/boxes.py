@@ -27,7 +27,7 @@ from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its b
 
 from mpiddp.checkpoints import state
 from mpiddp.checkpoints.agreement import Union
-from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
+from mpiddp.checkpoints.folders import SHARDS, SUFFIX, shard_of, stem_of
 from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, key_of, name_of, shown_path
 from mpiddp.checkpoints.tensor_files import CODES, header_of, row_of, write_tensors
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.folder import COMPLETE, BrokenCheckpoint, NewFolder, step_of
+from mpiddp.checkpoints import folders
+from mpiddp.checkpoints.folders import COMPLETE, BrokenCheckpoint, NewFolder, step_of
 from mpiddp.checkpoints.retention import METRICS, PINS, REWIND, WISHES, Wishes, surplus
 from mpiddp.errors import UserError
 

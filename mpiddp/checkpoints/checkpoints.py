@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from mpiddp.checkpoints.bucket import Bucket, local_path
-from mpiddp.checkpoints.folder import list_steps
+from mpiddp.checkpoints.folders import list_steps
 from mpiddp.checkpoints.join_job import script_coordinator
 from mpiddp.checkpoints.place import is_address
 from mpiddp.checkpoints.records import RunRecords

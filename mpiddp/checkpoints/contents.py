@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints.folder import ABOUT, SHARDS, SUFFIX, TREE, About
+from mpiddp.checkpoints.folders import ABOUT, SHARDS, SUFFIX, TREE, About
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.sharded_tensor import ShardedValue
 from mpiddp.checkpoints.state import Keys, key_of, mapped, shown_path

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folder import SUFFIX, About, BrokenCheckpoint, Hold, step_of
+from mpiddp.checkpoints.folders import SUFFIX, About, BrokenCheckpoint, Hold, step_of
 from mpiddp.checkpoints.place import Place, is_address
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.tensor_files import DAMAGE, read_tensors

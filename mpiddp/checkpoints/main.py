@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, Option, Verb, add_verbs, whole
-from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.folder import BrokenCheckpoint, Hold, step_of
+from mpiddp.checkpoints import folders
+from mpiddp.checkpoints.folders import BrokenCheckpoint, Hold, step_of
 from mpiddp.checkpoints.place import Place
 from mpiddp.checkpoints.retention import PINS, REWIND, prune
 from mpiddp.errors import UserError, named_by, print_error

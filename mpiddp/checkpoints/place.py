@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.retention import WISHES, Wishes, pinned_in, read_file
 from mpiddp.errors import UserError
 

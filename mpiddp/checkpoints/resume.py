@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folder import BrokenCheckpoint, Entry, Hold, name_of_step
+from mpiddp.checkpoints.folders import BrokenCheckpoint, Entry, Hold, name_of_step
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import REWIND, pinned_in, read_file
 from mpiddp.checkpoints.run_folder import Run

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import Module
 
 from mpiddp.checkpoints.fit import Fit
-from mpiddp.checkpoints.folder import About
+from mpiddp.checkpoints.folders import About
 from mpiddp.errors import JobFailed, UserError
 
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit

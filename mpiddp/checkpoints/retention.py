@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.folder import COMPLETE, step_of, steps_among
+from mpiddp.checkpoints import folders
+from mpiddp.checkpoints.folders import COMPLETE, step_of, steps_among
 from mpiddp.files import read_limited, replace_file
 
 WISHES, PINS, REWIND, METRICS = "wishes.json", "pins", "REWIND", "metrics.jsonl"

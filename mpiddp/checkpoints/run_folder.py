@@ -21,9 +21,9 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
-from mpiddp.checkpoints import folder
+from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.bucket import Bucket
-from mpiddp.checkpoints.folder import NO_LOCKS
+from mpiddp.checkpoints.folders import NO_LOCKS
 from mpiddp.checkpoints.records import RunDir, RunRecords
 from mpiddp.checkpoints.retention import Wishes, pinned_in
 from mpiddp.errors import JobFailed, UserError, cause_of
@@ -82,7 +82,7 @@ class RunLock:
         if os.getpid() != self._pid or self._file.closed:
             return
         # Remove them before the lock ends, because afterwards they may be those of the next run.
-        folder.remove_leftovers(self._run.checkpoints)
+        folders.remove_leftovers(self._run.checkpoints)
         with contextlib.suppress(OSError):  # the file server may be gone
             self._path.unlink()
         self._file.close()
@@ -161,8 +161,7 @@ class Run:
             # A resume would cut the records of another program.
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
                 raise UserError(f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder.")
-            folders = (run_dir.checkpoints, run_dir.path)
-            self._created = [path for path in folders if not path.exists()]
+            self._created = [path for path in (run_dir.checkpoints, run_dir.path) if not path.exists()]
             run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         try:
             self.writer_of = self._find_writers()
@@ -170,7 +169,7 @@ class Run:
             with self.writing_together():
                 if self.is_writer:
                     self._lock = RunLock(run_dir)
-                    folder.remove_leftovers(run_dir.checkpoints)
+                    folders.remove_leftovers(run_dir.checkpoints)
         except BaseException:
             self.close(removes_new=True)
             raise
@@ -195,7 +194,7 @@ class Run:
         if not announced:
             return
         root = self.dir.checkpoints
-        answers = self.gather([announced == str(self.dir.path), root.exists(), bool(folder.list_steps(root))])
+        answers = self.gather([announced == str(self.dir.path), root.exists(), bool(folders.list_steps(root))])
         is_same, is_there, has_steps = map(any, zip(*answers, strict=True))
         if is_same:  # on one rank at least: links may give it other names on the other hosts
             if not is_there:  # its file server may be away
@@ -230,7 +229,7 @@ class Run:
 
     def scores(self) -> dict[int, float]:
         """The scores of the checkpoints in the folder."""
-        steps = map(folder.step_of, folder.list_steps(self.dir.checkpoints))
+        steps = map(folders.step_of, folders.list_steps(self.dir.checkpoints))
         return {step: self.records.scores[step] for step in steps if step in self.records.scores}
 
     def wishes(self) -> Wishes:
@@ -260,8 +259,8 @@ class Run:
     def is_verified(self, checkpoint: Path, *, is_new: bool = False) -> bool:
         """Hash a checkpoint the first time. Afterwards, and if it is new, compare sizes only."""
         if is_new or checkpoint not in self._verified:
-            self._verified[checkpoint] = is_new or folder.is_verified(checkpoint)
-        return self._verified[checkpoint] and folder.is_verified(checkpoint, with_hashes=False)
+            self._verified[checkpoint] = is_new or folders.is_verified(checkpoint)
+        return self._verified[checkpoint] and folders.is_verified(checkpoint, with_hashes=False)
 
     def wait(self) -> None:
         """Wait for the save in flight, whether it succeeds or not. Not a collective."""
@@ -300,7 +299,7 @@ class Run:
         rank whose file it sees is its writer.
         """
         root, seen = self.dir.checkpoints, list[int]()
-        mark = folder.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")
+        mark = folders.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")
         try:
             with self.writing_together():
                 if self.local_rank == 0:

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpiddp.checkpoints import agreement
-from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints import agreement, folders
 from mpiddp.checkpoints.agreement import Union, is_of_each_rank
 from mpiddp.checkpoints.boxes import Copies, boxes_of
 from mpiddp.checkpoints.contents import rng_states

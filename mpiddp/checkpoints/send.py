@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints.folder import Entry
+from mpiddp.checkpoints.folders import Entry
 from mpiddp.checkpoints.tensor_files import HashedFile
 from mpiddp.files import flush
 

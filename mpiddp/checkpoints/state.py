@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints.folder import SHARDS, stem_of
+from mpiddp.checkpoints.folders import SHARDS, stem_of
 
 Keys = tuple[Any, ...]  # the path to a value
 

@@ -11,15 +11,15 @@ from mpiddp.checkpoints import agreement, save
 from mpiddp.hosts import private, push, pushed
 from mpiddp.launch.plan.options import LaunchOptions, option_parser
 from mpiddp.launch.run import control
-from mpiddp.protocol import variables as names
+from mpiddp.protocol import variables
 from mpiddp.runtime import rank_attempt
 from tests.support.ranks import ROOT
 
 SIGNAL_S = re.search(r"--signal=B:TERM@(\d+)", (ROOT / "examples/slurm/train.sbatch").read_text())
 FIGURES = [
     ("architecture", "and SIGKILL {:.0f} s later", rank_attempt._END_S),
-    ("architecture", "at most {:.0f} minutes", names.SAVE_GRACE_S / 60),
-    ("python-names", "it has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
+    ("architecture", "at most {:.0f} minutes", variables.SAVE_GRACE_S / 60),
+    ("python-names", "it has up to {:.0f} minutes", variables.SAVE_GRACE_S / 60),
     ("checkpoints", "tensors of up to {:,} integers", agreement._SMALL),
     ("checkpoints", "and every {}, compare", {10: "tenth"}[save.COMPARED_SAVES]),
     ("restarts", "A host is lost after {:.0f} s of silence", LaunchOptions.lost_s),
@@ -45,4 +45,4 @@ def test_a_time_in_the_help_of_launch_is_the_default():
             said[action.dest] = float(seconds[1])
     assert said.keys() == {"login_s", "lost_s", "timeout_s", "grace_s", "failed_grace_s"}
     actual = {name: getattr(LaunchOptions, name) for name in said}
-    assert said == {**actual, "timeout_s": names.JOIN_TIMEOUT_S}
+    assert said == {**actual, "timeout_s": variables.JOIN_TIMEOUT_S}

@@ -33,7 +33,7 @@ from mpiddp.hosts import gpu_health
 from mpiddp.launch.judge import hangs, pace, stragglers
 from mpiddp.launch.plan.options import LaunchOptions, option_parser, variables_of_options
 from mpiddp.launch.run import job
-from mpiddp.protocol import variables as names
+from mpiddp.protocol import variables
 from mpiddp.runtime.job import coordinator
 from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
 from mpiddp.train.main import AVERAGE_EVERY
@@ -148,16 +148,16 @@ TIMES = [  # of the program, in sentences of the pages
     ("hangs", "If that goes on for {:.0f} s", stragglers.CHRONIC * pace.WINDOW_S),
     ("hangs", "A rank is reported from {:.0f} %", 100 * stragglers._LEAST_SHARE),
     ("hangs", "It is {:.0f} min if mpiddp forms", COLLECTIVE_TIMEOUT_S / 60),
-    ("hangs", "within `--timeout` ({:.0f} s)", names.JOIN_TIMEOUT_S),
-    ("failures", "`--failed-grace` ({:.0f} s)", names.FAILED_GRACE_S),
+    ("hangs", "within `--timeout` ({:.0f} s)", variables.JOIN_TIMEOUT_S),
+    ("failures", "`--failed-grace` ({:.0f} s)", variables.FAILED_GRACE_S),
     ("stop", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
-    ("stop", "is saving has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
+    ("stop", "is saving has up to {:.0f} minutes", variables.SAVE_GRACE_S / 60),
     ("failures", "After {:.0f} s, their scripts get SIGTERM", coordinator.GRACE_S),
     ("containers", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
     ("restarts", "waits, at first for {:.0f} s", job._FIRST_PAUSE_S),
     ("restarts", "at most for {:.0f} s", job._LONGEST_PAUSE_S),
     ("hosts", "`--login-timeout TIME` (default: {:.0f} s)", LaunchOptions.login_s),
-    ("command-line", "all ranks must join (default: {:.0f} s)", names.JOIN_TIMEOUT_S),
+    ("command-line", "all ranks must join (default: {:.0f} s)", variables.JOIN_TIMEOUT_S),
     ("hangs", "default {:.0f} min for gloo", default_pg_timeout.total_seconds() / 60),
     ("launch", "(Xid) in the last {}", {3600: "hour"}.get(gpu_health.SINCE_S)),
     ("train", "averages the weights every {} steps", AVERAGE_EVERY),

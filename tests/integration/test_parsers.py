@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from mpiddp.checkpoints import folder as checkpoint_folder
-from mpiddp.checkpoints.folder import BrokenCheckpoint
+from mpiddp.checkpoints import folders
+from mpiddp.checkpoints.folders import BrokenCheckpoint
 from mpiddp.checkpoints.tensor_files import DAMAGE, read_saved, read_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, find_allocation
@@ -140,20 +140,20 @@ def verify(content: bytes) -> None:
         folder = Path(root, "step_00000001")
         folder.mkdir()
         (folder / "a.pt").write_bytes(b"12")
-        (folder / checkpoint_folder.MANIFEST).write_bytes(content)
-        (folder / checkpoint_folder.COMPLETE).write_text(sha256(content).hexdigest())
-        checkpoint_folder.verify(folder)
+        (folder / folders.MANIFEST).write_bytes(content)
+        (folder / folders.COMPLETE).write_text(sha256(content).hexdigest())
+        folders.verify(folder)
 
 
 def list_shards(content: bytes) -> None:
     """An index of shards in a checkpoint that is complete."""
     with tempfile.TemporaryDirectory() as root:
-        new = checkpoint_folder.NewFolder(Path(root, "step_00000001"))
+        new = folders.NewFolder(Path(root, "step_00000001"))
         new.path.mkdir()
-        (new.path / checkpoint_folder.INDEX).write_bytes(content)
+        (new.path / folders.INDEX).write_bytes(content)
         new.seal({})
         new.publish()
-        checkpoint_folder.list_files(new.final)
+        folders.list_files(new.final)
 
 
 def in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:

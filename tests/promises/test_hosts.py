@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import folder as directory
+from mpiddp.checkpoints import folders
 from mpiddp.text import FIX
 from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Layout, faults, links
@@ -75,7 +75,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
     folder = run / f"checkpoints/step_{step:08d}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    new = directory.NewFolder(folder)
+    new = folders.NewFolder(folder)
     new.path.mkdir()
     write(new.path, files)
     new.seal({})
@@ -444,7 +444,7 @@ def test_pull_brings_a_run_home(hosts, file):
     hosts.run("hosts", "pull", file, run).assert_ok()
     logs = sorted(path.name for path in (run / "logs").iterdir())
     assert logs == [f"rank_{number:05d}.log" for number in range(3)]
-    directory.verify(run / "checkpoints/step_00000004")
+    folders.verify(run / "checkpoints/step_00000004")
 
 
 def test_pull_overwrites_nothing(hosts, file):
@@ -476,7 +476,7 @@ def test_pull_that_breaks_off(hosts, file):
     folder = run / "checkpoints/step_00000004"
     assert not (folder / "COMPLETE").exists()
     hosts.run("hosts", "pull", file, run).assert_ok()
-    directory.verify(folder)
+    folders.verify(folder)
 
 
 def test_pull_joins_shards(hosts, file):
@@ -490,7 +490,7 @@ def test_pull_joins_shards(hosts, file):
         own = {"shards.json": index, "state.json": "{}", name: name}
         checkpoint(run if number == 0 else hosts[f"node{number}"].path(run), 2, own)
     folder = run / "checkpoints/step_00000002"
-    assert directory.list_files(folder).lacking == names[1:]
+    assert folders.list_files(folder).lacking == names[1:]
     hosts.run("hosts", "pull", file, run).assert_ok()
-    directory.verify(folder)
-    assert directory.list_files(folder).lacking == []
+    folders.verify(folder)
+    assert folders.list_files(folder).lacking == []

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mpiddp.checkpoints import folder as directory
+from mpiddp.checkpoints import folders
 from mpiddp.text import FIX
 from tests.support.cluster import Cluster, faults
 from tests.support.cluster.faults import begins_with, sshd_with
@@ -313,7 +313,7 @@ def test_a_resume_with_push_keeps_shards(hosts):
     for host in hosts.cluster.hosts:
         for name in there[host.name]:
             assert host.path(f"{folder}/{kept}/{name}").exists()
-        directory.verify(host.path(f"{folder}/{kept}"))
+        folders.verify(host.path(f"{folder}/{kept}"))
 
 
 # --- IPv6 ---

@@ -24,7 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mpiddp
-from mpiddp.checkpoints import folder as directory
+from mpiddp.checkpoints import folders
 from mpiddp.cli import main
 from mpiddp.runtime.job.session import current
 from tests.support.patience import slowness
@@ -670,7 +670,7 @@ def test_foreign_files_run_no_code(tmp_path, monkeypatch):
     torch.save([Touch()], own / "tree.pt")
     for name in ("manifest.json", "COMPLETE"):
         (own / name).unlink()
-    new = directory.NewFolder(own)
+    new = folders.NewFolder(own)
     own.rename(new.path)
     new.seal({})  # what a stranger can write as well
     new.publish()
@@ -726,8 +726,8 @@ def test_read_only_folder_is_refused(here):
 def test_a_resume_holds_its_checkpoint(tmp_path, monkeypatch):
     """Nothing removes the checkpoint of a resume before the run's first save, which hashes it no more."""
     run, hashed = saved_run(tmp_path / "run", {"a": 1}, {"a": torch.ones(2)}), list[Path]()
-    plain = directory._sha256
-    monkeypatch.setattr(directory, "_sha256", lambda path: hashed.append(path) or plain(path))
+    plain = folders._sha256
+    monkeypatch.setattr(folders, "_sha256", lambda path: hashed.append(path) or plain(path))
     with mpiddp.Checkpoints(run, every=None, keep=2) as checkpoints:
         saved = checkpoints.resume()
         assert {path.parent for path in hashed} == {step_folder(run, 2)}
@@ -768,15 +768,15 @@ def test_a_lock_lives_as_long_as_its_tensors(tmp_path):
 
 def test_an_error_leaves_the_folder_when_the_save_has_ended(tmp_path, monkeypatch):
     """A run keeps its folder until its thread has written, because the next run removes what is half done."""
-    run, left, plain = tmp_path / "run", threading.Event(), directory.NewFolder.publish
+    run, left, plain = tmp_path / "run", threading.Event(), folders.NewFolder.publish
     locked = list[bool]()
 
-    def publish(new: directory.NewFolder) -> None:
+    def publish(new: folders.NewFolder) -> None:
         left.wait(1)  # the script goes on to its end in the meantime, if it does not wait
         locked.append((run / "owner.json").exists())
         plain(new)
 
-    monkeypatch.setattr(directory.NewFolder, "publish", publish)
+    monkeypatch.setattr(folders.NewFolder, "publish", publish)
     with suppress(ZeroDivisionError), mpiddp.Checkpoints(run, every=None) as checkpoints:
         checkpoints.save(1, {"a": 1})
         raise ZeroDivisionError
@@ -787,7 +787,7 @@ def test_an_error_leaves_the_folder_when_the_save_has_ended(tmp_path, monkeypatc
 def test_a_step_that_is_saved_again_is_never_absent(tmp_path, monkeypatch):
     """If the process is killed while a checkpoint replaces one of its step, the older one is still there."""
     run, rename = saved_run(tmp_path / "run", {"a": 1}), Path.rename
-    new = directory.NewFolder(step_folder(run, 1))
+    new = folders.NewFolder(step_folder(run, 1))
     shutil.copytree(step_folder(run, 1), new.path)
 
     def killed(path: Path, target: Path) -> Path:
@@ -798,7 +798,7 @@ def test_a_step_that_is_saved_again_is_never_absent(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         new.publish()
-    directory.remove_leftovers(run / "checkpoints")
+    folders.remove_leftovers(run / "checkpoints")
     verified(step_folder(run, 1).with_suffix(".old"))
 
 

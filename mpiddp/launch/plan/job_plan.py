@@ -34,7 +34,7 @@ from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past, choose, place
 from mpiddp.launch.plan.preflight import Checked, check_gpus, preflight
 from mpiddp.launch.plan.starters import find_starter
-from mpiddp.protocol import variables as names
+from mpiddp.protocol import variables
 from mpiddp.protocol.orders import Orders
 from mpiddp.text import all_of, counted
 
@@ -183,7 +183,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     if options.mpirun is not None and hosts.starter != "mpirun":
         # Slurm signals every process of its steps. As steps, daemons of this mpirun would end their ranks.
         transport = SSH._replace(login_s=options.login_s)
-    transport = transport._replace(silence_s=names.PATIENCE * options.lost_s)
+    transport = transport._replace(silence_s=variables.PATIENCE * options.lost_s)
     hosts = replace(hosts, transport=transport)
     if options.exclude is not None:
         hosts = without(hosts, options.exclude, is_first=is_first)
@@ -272,17 +272,17 @@ def _ours(options: LaunchOptions, starter: Starter, request: Request) -> dict[st
     networks = ",".join(request.networks)
     gpus = "" if starter.chooses_gpus else gpu_table(hosts, request.environment)
     # The shell may hold the default of --timeout, and -x precedes that.
-    timeout_s = None if names.TIMEOUT in chosen else options.timeout_s
+    timeout_s = None if variables.TIMEOUT in chosen else options.timeout_s
     ours = {
         "MPI4PY_LIBMPI": chosen.get("MPI4PY_LIBMPI") or str(starter.libmpi or ""),
-        names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
-        names.NETWORKS: networks,
-        names.GPUS: gpus,
-        names.INTERFACE: networks if options.interface else "",
-        names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
-        names.LOG_DIR: options.log_dir,
-        names.LOG_TO: shlex.join(options.log_to),
-        names.ORDERS: Orders(exported=tuple(chosen)).packed(),  # for a command of --dry-run
+        variables.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
+        variables.NETWORKS: networks,
+        variables.GPUS: gpus,
+        variables.INTERFACE: networks if options.interface else "",
+        variables.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
+        variables.LOG_DIR: options.log_dir,
+        variables.LOG_TO: shlex.join(options.log_to),
+        variables.ORDERS: Orders(exported=tuple(chosen)).packed(),  # for a command of --dry-run
         "MASTER_ADDR": options.master_addr,
     }
     return {name: value for name, value in ours.items() if value}

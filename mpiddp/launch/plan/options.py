@@ -23,7 +23,7 @@ from mpiddp.hosts.where import named_hosts, refuse_both
 from mpiddp.launch import log
 from mpiddp.launch.plan import entrypoint
 from mpiddp.launch.plan.environment import parse_exports, read_env_file, without_values
-from mpiddp.protocol import variables as names
+from mpiddp.protocol import variables
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.terminal import Terminal
 from mpiddp.text import MAX_DURATION_DAYS, shown
@@ -125,7 +125,7 @@ class LaunchOptions:
         help="wait up to this long until all names resolve and all hosts answer (default: not at all)")
     login_s: float = option("--login-timeout", value="TIME", parse=duration, default=SSH.login_s,
         help="time that a login over ssh may take (default: 15 s)")
-    lost_s: float = option("--lost-after", value="TIME|never", parse=_limit, default=names.LOST_AFTER_S,
+    lost_s: float = option("--lost-after", value="TIME|never", parse=_limit, default=variables.LOST_AFTER_S,
         help="a host that is silent for this long is lost, unless the steps of the other ranks go on (default: 45 s)")
     timeout_s: float | None = option("--timeout", value="TIME", parse=duration,
         help="time in which all ranks must join (default: 60 s)")
@@ -144,7 +144,7 @@ class LaunchOptions:
     grace_s: float = option("--grace", value="TIME", parse=duration, default=30.0,
         help="time that the ranks have to stop before they are killed; one that is saving has up to 10 minutes "
         "(default: 30 s)")
-    failed_grace_s: float = option("--failed-grace", value="TIME", parse=duration, default=names.FAILED_GRACE_S,
+    failed_grace_s: float = option("--failed-grace", value="TIME", parse=duration, default=variables.FAILED_GRACE_S,
         help="time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 minutes "
         "(default: 3 s)")
     hang_timeout_s: float | None = option("--hang-timeout", value="TIME", parse=duration,
@@ -271,9 +271,9 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     if job[:3] == ("-m", "mpiddp", "train"):
         backends = re.findall(r"(?<=\s)--backend[=\s](\S+)", " ".join(job))
         values["backend"] = ["auto", *backends][-1]
-    prefix = values["prefix"] = os.environ.get(names.PREFIX) or "auto"
+    prefix = values["prefix"] = os.environ.get(variables.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
-        raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
+        raise UserError(f"{variables.PREFIX}={shown(prefix)}: expected auto, always or never.")
     if values["log_dir"] == "":
         raise UserError('--log-dir "": expected a folder.')
     refuse_both(values["hostfile"], values["host_list"])

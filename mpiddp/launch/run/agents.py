@@ -27,7 +27,7 @@ from mpiddp.launch.run.handover import hand_over, sweep
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.mpirun import MpirunProcess
 from mpiddp.launch.run.output import JobOutput
-from mpiddp.protocol import variables as names
+from mpiddp.protocol import variables
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.orders import Orders
 
@@ -90,12 +90,12 @@ def orders_of(launcher: Launcher, plan: Plan, server: ControlServer) -> Orders:
     most = max(plan.request.hosts.world_size, plan.past.num_hosts)
     has_prefix = {"auto": most > 1, "always": True}.get(options.prefix, False)
     kept = {"global_batch_size": announced.global_batch_size, "world_size": announced.world_size}
-    variables = {
-        names.RUN_ID: launcher.run_id,
-        names.MAX_RESTARTS: str(options.max_restarts),
-        names.RESTART_COUNT: str(plan.past.attempts),
-        names.ANNOUNCED: json.dumps(kept) if announced.global_batch_size else "",
-        names.RUN_DIR: announced.run_dir,
+    of_attempt = {
+        variables.RUN_ID: launcher.run_id,
+        variables.MAX_RESTARTS: str(options.max_restarts),
+        variables.RESTART_COUNT: str(plan.past.attempts),
+        variables.ANNOUNCED: json.dumps(kept) if announced.global_batch_size else "",
+        variables.RUN_DIR: announced.run_dir,
     }
     umask = os.umask(0)
     os.umask(umask)
@@ -109,7 +109,7 @@ def orders_of(launcher: Launcher, plan: Plan, server: ControlServer) -> Orders:
         failed_grace_s=options.failed_grace_s,
         umask=umask,
         exported=tuple(plan.request.environment.chosen),
-        variables={name: value for name, value in variables.items() if value},
+        variables={name: value for name, value in of_attempt.items() if value},
         args=announced.resume_args,
     )
 
@@ -129,14 +129,14 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
         server = ControlServer(listen(where), world_size, selector, lost_s=max(LEAST_SILENCE_S, options.lost_s))
         stack.callback(server.close)
         orders = orders_of(launcher, plan, server)
-        ours = {**request.environment.ours, names.JOB: job, names.ORDERS: orders.packed()}
+        ours = {**request.environment.ours, variables.JOB: job, variables.ORDERS: orders.packed()}
         environment = request.environment._replace(ours=ours)
         shell = environment.shell
         private_name = private.new_name() if others else ""
         if private_name:
             stack.callback(private.remove, private_name)
             kept = environment.of_ranks
-            environment = Environment(shell, ours=to_start({**kept, names.PRIVATE: private_name}))
+            environment = Environment(shell, ours=to_start({**kept, variables.PRIVATE: private_name}))
             shell = of_mpirun(shell, request.hosts.transport)
             with launcher.signals.interrupting():
                 cut_off = hand_over(plan, server, private_name, kept, launcher.logins)

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import mpiddp
-from mpiddp.checkpoints import folder as directory
+from mpiddp.checkpoints import folders
 from mpiddp.checkpoints import save as saving
-from mpiddp.checkpoints.folder import About, BrokenCheckpoint
+from mpiddp.checkpoints.folders import About, BrokenCheckpoint
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
@@ -133,7 +133,7 @@ def test_a_schedule_by_the_clock_begins_with_a_new_run():
 
 def test_no_file_outside_of_the_checkpoint_is_touched(tmp_path):
     """Not even a pipe, which would block the reader, and not before all names have been checked."""
-    new = directory.NewFolder(tmp_path / "step_00000007")
+    new = folders.NewFolder(tmp_path / "step_00000007")
     new.path.mkdir()
     new.seal({})
     new.publish()
@@ -143,8 +143,8 @@ def test_no_file_outside_of_the_checkpoint_is_touched(tmp_path):
     (tmp_path / "step_00000007/manifest.json").write_bytes(manifest)
     (tmp_path / "step_00000007/COMPLETE").write_text(hashlib.sha256(manifest).hexdigest())
     with pytest.raises(BrokenCheckpoint, match=r'step_00000007: manifest.json lists "\.\./pipe"'):
-        directory.verify(tmp_path / "step_00000007")
-    assert not directory.is_verified(tmp_path / "step_00000007")
+        folders.verify(tmp_path / "step_00000007")
+    assert not folders.is_verified(tmp_path / "step_00000007")
 
 
 def test_a_read_always_ends(tmp_path):
