@@ -152,6 +152,7 @@ def test_the_table_is_complete():
     for row in FAILURES:
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", row.id)
         assert row.program
+        assert row.blames in ("", "host", "another rank"), row.id
         assert all(row.says), row.id
         assert 0 < len(row.cause) < 260, row.id
         assert 0 < len(row.fix) < 260, row.id

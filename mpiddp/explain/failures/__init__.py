@@ -5,6 +5,7 @@
     pattern = Timed out waiting \\d+ms     what the line has to match as well, if good runs print the text too;
                                           its group (?P<NAME>…) has the word for NAME in the fix
     weight = symptom                      how near it is to the root cause: see Weight; without it, cause
+    blames = another rank                 than the first that failed, or "host": its host, whatever its script does
     cause = A rank waited for another …   one or two sentences; what is only likely is called usual
     fix = Look at what the other …        what to do, with the command where there is one
 
@@ -59,6 +60,7 @@ class Failure:
     fix: str
     pattern: str
     weight: Weight
+    blames: str = ""
 
     @property
     def program(self) -> str:
@@ -69,7 +71,7 @@ def _says(row: SectionProxy) -> tuple[str, ...]:
     return tuple(text.strip() for text in row["says"].split(" |"))
 
 
-_MISSING = {"cause": "", "fix": "", "pattern": "", "weight": "cause"}
+_MISSING = {"cause": "", "fix": "", "pattern": "", "weight": "cause", "blames": ""}
 _parser = RawConfigParser(_MISSING, delimiters="=", comment_prefixes=";")
 for _path in sorted(Path(__file__).parent.glob("*.ini")):
     _parser.read_string(_path.read_text(encoding="utf-8"), str(_path))
@@ -81,6 +83,7 @@ _OF_FILES = (
         fix=" ".join(row["fix"].split()),
         pattern="".join(row["pattern"].split("\n")),
         weight=Weight[row["weight"].upper()],
+        blames=row["blames"],
     )
     for row in map(_parser.__getitem__, _parser.sections())
 )

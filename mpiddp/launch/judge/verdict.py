@@ -38,12 +38,6 @@ _WAS_NOT_ASKED = ". Its script had not called mpiddp.should_stop(), so it was no
 _FORGED = "without its proof: somebody on the network writes into it"
 _CHECK = "mpiddp doctor, which checks the hosts"
 
-# Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
-_OF_THE_HOST = frozenset(["cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed"])
-
-# Rows whose cause is another rank, which has not entered the collective or has called a different one.
-_OF_COLLECTIVES = frozenset(["gloo-timeout", "nccl-timeout", "torch-collectives-differ"])
-
 
 def verdict(record: Record) -> Outcome:
     """The verdict, with the known cause of a failure."""
@@ -77,10 +71,10 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
     nearest = dict.fromkeys([MPIRUN, MPIRUN_AT_END, *failed, *tails])
     searched = [rank for rank in nearest if rank in tails and rank >= least][:_MOST_SEARCHED]
     printed = {rank: tails[rank].facts["lines"] for rank in tails if rank in searched}
-    row, sentence = explained(culprit, printed) if culprit or printed else ("", "")
-    if culprit and row in _OF_THE_HOST:
+    blames, sentence = known_cause(culprit, printed) if culprit or printed else ("", "")
+    if culprit and blames == "host":
         outcome = outcome._replace(host_at_fault=record.hosts[culprit.rank])
-    if row in _OF_COLLECTIVES:
+    if blames == "another rank":
         # NCCL's timeout kills a rank that has waited, so its host is not at fault.
         outcome = outcome._replace(host_at_fault="")
         sentence = sentence_at_failure(record) or sentence
@@ -358,8 +352,8 @@ def _lack_of_memory(record: Record, first: Event) -> str:
     )
 
 
-def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tuple[str, str]:
-    """The row of the table of failures that explains the end of the job, and its sentence, or "".
+def known_cause(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tuple[str, str]:
+    """Whom the table of failures blames for the end of the job, and the sentence of its row; "" if it has none.
 
     `printed` has the last lines on stderr, by rank. The words of the rank that failed first count before the
     words of the others. If it failed with an exception that is in no row, this exception is the cause.
@@ -387,4 +381,4 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     if sys.executable in fix and active and os.path.realpath(active) != os.path.realpath(sys.prefix):
         sentence += f" The active environment is another one, {active}."
-    return row.id, with_fix(sentence, fix)
+    return row.blames, with_fix(sentence, fix)
