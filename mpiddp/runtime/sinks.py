@@ -1,10 +1,10 @@
-"""The libraries of `--log-to`: rank 0 also writes there what a script gives to `mpiddp.log_metrics`.
+"""The sinks of `--log-to`: rank 0 also writes there what a script gives to `mpiddp.log_metrics`.
 
     mpiddp launch --log-to tensorboard --log-to wandb:my-project train.py
     MPIDDP_LOG_TO="tensorboard mlflow:sqlite:///runs.db" mpirun -n 2 python train.py
 
-LIBRARIES has a row for each. It uses the library's own client, which reads the library's own variables, such
-as WANDB_MODE or MLFLOW_EXPERIMENT_NAME. The launcher passes the option in MPIDDP_LOG_TO.
+SINKS has a row for each library. It uses the library's own client, which reads its own variables, such as
+WANDB_MODE or MLFLOW_EXPERIMENT_NAME. The launcher passes the option in MPIDDP_LOG_TO.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def _trackio(where: str, run: SinkRun) -> Iterator[Write]:
     trackio.finish()
 
 
-# The name of a library is that of its module and of its package for pip. The function gets the WHERE of
-# --log-to, or "", and opens the library in its context.
-LIBRARIES: dict[str, Callable[[str, SinkRun], AbstractContextManager[Write]]] = {
+# The name of a sink is that of its library's module, and of its package for pip. The function gets the WHERE
+# of --log-to, or "", and opens the library in its context.
+SINKS: dict[str, Callable[[str, SinkRun], AbstractContextManager[Write]]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "mlflow": _mlflow,
@@ -116,15 +116,15 @@ LIBRARIES: dict[str, Callable[[str, SinkRun], AbstractContextManager[Write]]] = 
 
 
 def wanted(env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The name and the WHERE of each library in MPIDDP_LOG_TO, or UserError."""
+    """The name and the WHERE of each sink in MPIDDP_LOG_TO, or UserError."""
     text = env.get(LOG_TO, "")
     try:
         words = [word.partition(":") for word in shlex.split(text)]
     except ValueError as error:
         raise UserError(f"{LOG_TO}={shown(text)}: {str(error).lower()}.") from None
     for name, _, _ in words:
-        if name not in LIBRARIES:
-            names = ", ".join(LIBRARIES)
+        if name not in SINKS:
+            names = ", ".join(SINKS)
             raise UserError(f"--log-to {shown(name)}: expected NAME or NAME:WHERE, of {names}.")
     return [(name, where) for name, _, where in words]
 
@@ -159,7 +159,7 @@ class Sink:
         self._open = ExitStack()
         self._write: Write | None = None
         with self._warning():
-            self._write = self._open.enter_context(LIBRARIES[name](where, run))
+            self._write = self._open.enter_context(SINKS[name](where, run))
         atexit.register(self._close)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
