@@ -49,7 +49,7 @@ class Option:
         if not self.value:
             more["action"] = "store_false" if more.get("default") else "store_true"
         elif "choices" not in more:
-            more |= {"metavar": self.value, "type": self.parse}
+            more = {"metavar": self.value, "type": self.parse, **more}
         if self.repeats:
             more |= {"action": "append", "default": []}
         action = parser.add_argument(*flags, **more)
@@ -168,6 +168,6 @@ def as_arguments(actions: Iterable[argparse.Action], values: argparse.Namespace)
             arguments += [flag] if value == action.const != action.default else []
         elif isinstance(value, list):
             arguments += [f"{flag}{'=' * flag.startswith('--')}{item}" for item in value]
-        elif value != action.default:
+        elif value is not action.default:  # a typed value that equals it takes precedence over the hostfile's
             arguments += [flag, str(value)]
     return arguments

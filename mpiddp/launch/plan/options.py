@@ -9,7 +9,7 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -97,7 +97,7 @@ class LaunchOptions:
 
     # fmt: off
     hostfile: str | None = common("--hostfile", also=("--machinefile",), value="FILE",
-        help="file of hosts and slots, one host per line")
+        help="file of hosts, slots and options; --grace= takes one back")
     host_list: str | None = common("-H", also=("--host", "--hosts"), value="HOSTS",
         help="hosts and slots: node1:2,node2:4; or a name, @gpu")
     n: int | None = common("-n", also=("-np",), value="N", parse=_number, help="number of ranks (default: all slots)")
@@ -201,8 +201,14 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
         record = option_field.metadata["option"]
         if (variable := variables_of_options().get(name)) and (text := os.environ.get(variable)):
             default = record.parsed(text, variable)
-        actions.append(record.add_to(group, dest=name, default=default))
+        how = {"type": partial(_unless_empty, record.parse)} if name in BY_HOSTFILE else {}
+        actions.append(record.add_to(group, dest=name, default=default, **how))
     return actions
+
+
+def _unless_empty(parse: Callable[[str], Any], text: str) -> Any:
+    """The value of a text. An empty one stays, which takes the option of a hostfile back."""
+    return text and parse(text)
 
 
 @cache
@@ -260,8 +266,9 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
     parser = option_parser()
     values = vars(parser.parse_args(argv))
-    if hosts := named_hosts(values["hostfile"], values["host_list"], {}, values["login_s"]):
+    if hosts := named_hosts(values["hostfile"], values["host_list"], {}, values["login_s"] or SSH.login_s):
         values = vars(parser.parse_args(argv, _of_hostfile(hosts)))
+    values |= {name: getattr(LaunchOptions, name) for name in BY_HOSTFILE if values[name] == ""}
     _as_torchrun(parser, values)
     job = entrypoint.read_job(values.pop("module"), values.pop("script"))
     command = job[job[0] in ("-m", "--") :]
@@ -288,7 +295,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
 
 # A hostfile may choose these: networks, time limits, and hosts to leave out. It may also set variables of the
 # libraries that use the network. Some of these name a file to load or to write, and a value with "/" may.
-_BY_HOSTFILE = (
+BY_HOSTFILE = (
     *("interface", "master_addr", "exclude", "exports", "wait_s", "login_s", "lost_s", "timeout_s"),
     *("stop_after_s", "grace_s", "failed_grace_s", "hang_timeout_s"),
 )
@@ -305,7 +312,7 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
     Colleagues share hostfiles, so these lines run no program and write no file.
     """
     parser = OneSentenceParser(prog="mpiddp launch", add_help=False)
-    add_options(parser, *_BY_HOSTFILE)
+    add_options(parser, *BY_HOSTFILE)
     values = argparse.Namespace(of_hostfile=(), settings={})
     for number, text in hosts.options:
         where = f"{hosts.source}:{number}"

@@ -7,11 +7,19 @@ from dataclasses import replace
 
 import pytest
 
+from mpiddp.arguments import as_arguments
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.plan.environment import Environment, gpu_table, parse_env_file, without_values
 from mpiddp.launch.plan.job_plan import read_hosts
-from mpiddp.launch.plan.options import LaunchOptions, launch_of_train, parse_options, variables_of_options
+from mpiddp.launch.plan.options import (
+    BY_HOSTFILE,
+    LaunchOptions,
+    launch_of_train,
+    option_parser,
+    parse_options,
+    variables_of_options,
+)
 from tests.support.ranks import ROOT, script
 
 JOB = ("-m", "train", "--lr", "1")
@@ -83,6 +91,28 @@ def test_a_variable_stands_for_each_option_with_one_value(monkeypatch, tmp_path)
             context.setenv(f"MPIDDP_{name}", value)
             with pytest.raises(UserError, match=f"^MPIDDP_{name}: {why}"):
                 parsed("")
+
+
+@pytest.mark.parametrize("field", BY_HOSTFILE)
+def test_the_command_line_takes_an_option_of_a_hostfile_back(field, tmp_path):
+    """Also that of `mpiddp drill` or `doctor`, which passes it to a launch, and by a value that is the default."""
+    hosts, name = tmp_path / "hosts", LaunchOptions.__dataclass_fields__[field].metadata["option"].names[0]
+    default, is_time = getattr(DEFAULTS, field), field.endswith("_s")
+    text = {"exports": "NCCL_DEBUG=INFO", "exclude": "b"}.get(field, "7m" if is_time else "x")
+    hosts.write_text(f"#: {name} {text}\na slots=1\nb slots=1\n")
+    of_hostfile = parsed(f"--hostfile {hosts}")
+    assert (of_hostfile.settings if field == "exports" else getattr(of_hostfile, field)) not in ({}, default)
+    back = [["-x", "NCCL_DEBUG-"]] if field == "exports" else [[f"{name}="], [name, ""]]
+    back += [[name, str(default)]] if is_time and default else []
+    parser = option_parser()
+    for words in back:
+        argv = ["--hostfile", str(hosts), *words, *JOB]
+        of_launch = [action for action in parser._actions if action.dest in LaunchOptions.__dataclass_fields__]
+        passed = [*as_arguments(of_launch, parser.parse_args(argv)), *JOB]
+        for options in (parse_options(argv), parse_options(passed)):
+            expected = {"NCCL_DEBUG": None} if field == "exports" else {}
+            assert options.settings == expected
+            assert field == "exports" or getattr(options, field) == default
 
 
 def test_the_short_help_fits_the_smallest_screen(capsys, monkeypatch):
