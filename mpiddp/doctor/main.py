@@ -36,7 +36,6 @@ from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.where import FILE, settle
-from mpiddp.launch.judge.hangs import HUNG
 from mpiddp.launch.plan import job_plan, preflight
 from mpiddp.launch.plan.command import Request
 from mpiddp.launch.plan.environment import Environment
@@ -236,15 +235,13 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
 
 
 def _why(done: subprocess.CompletedProcess[str], report: Path) -> str:
-    """Why the job has failed: the launcher's sentence, after that of a rank that could not start."""
+    """Why the job has failed, by its report; before it, the sentence of an agent that could not connect."""
     ended = json.loads(report.read_bytes()) if report.exists() else {}
     errors = done.stderr.splitlines()
     sentences = [line[8:] for line in errors if re.match(r"mpiddp: \S", line)]
     if verdict := ended.get("error"):
-        before = sentences[: sentences.index(verdict)] if verdict in sentences else []
-        if verdict.endswith(HUNG) and before:
-            return before[-1]  # it names the rank
-        return verdict if ended["rank"] is not None else " ".join([*before[-1:], verdict])
+        before = "".join(sentences[: sentences.index(verdict)][-1:]) if verdict in sentences else ""
+        return verdict if ended["rank"] is not None or before in verdict else f"{before} {verdict}"
     return (sentences or errors or ["no output"])[-1]
 
 

@@ -57,7 +57,7 @@ def replay(path: Path) -> str:
             case "noticed", "Hangs":
                 hang = find_hang(record, facts["printed_at"])
                 assert hang is not None
-                sentences.setdefault(hang.about, hang.sentence)
+                sentences.setdefault(hang.about, f"{hang.sentence}{hang.stacks}")
             case "noticed", "LateStart":
                 late_s = facts["seconds"]
             case "end", _ if late_s and record.latest["started"]:

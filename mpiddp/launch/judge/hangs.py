@@ -18,7 +18,6 @@ from mpiddp.launch.judge.stacks import frames_of, place_of, stacks_of_script
 WAIT_S = 60.0  # in a collective, until the ranks that have not entered it are named
 QUIET_S = 300.0  # without a step, until the places of the ranks are printed
 BETWEEN_LOOKS_S = 10.0  # from one question for stacks to the next
-HUNG = "the job hung and was stopped."  # the sentence at the end of --hang-timeout
 _NAMED = 4  # ranks of one place, and stacks below a sentence
 
 
@@ -26,7 +25,8 @@ class Hang(NamedTuple):
     """A sentence to print about a job that may hang."""
 
     about: str  # equal for waits at the same place, as in each evaluation: print one of them
-    sentence: str  # with stacks below
+    sentence: str
+    stacks: str  # to print below it
     is_over: bool  # whether --hang-timeout is over, so that the job has to end
 
 
@@ -54,14 +54,13 @@ def find_hang(record: Record, printed_at: float = 0.0) -> Hang | None:
         sentence = _wait_sentence(record, wait, asked.at)
         functions = [_place(record, rank).partition(" (")[0] for rank in wait.missing]
         stacks = _stacks_of(record, wait.missing or record.left)
-        return Hang(f"{wait.missing} {functions} {is_quiet}", f"{sentence}{stacks}", is_over)
+        return Hang(f"{wait.missing} {functions} {is_quiet}", sentence, stacks, is_over)
     if not is_quiet:
         return None
     since = _quiet_since(record, printed_at)
     what = "made a step" if record.made_steps else "made a step or printed anything"
     sentence = f"no rank has {what} for {asked.at - since:.0f} s: {places_sentence(record)}"
-    stacks = _stacks_of(record, record.left) if is_over else ""
-    return Hang(f"{since}", f"{sentence}{stacks}", is_over)
+    return Hang(f"{since}", sentence, _stacks_of(record, record.left) if is_over else "", is_over)
 
 
 def sentence_at_failure(record: Record) -> str:

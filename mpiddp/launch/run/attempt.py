@@ -264,8 +264,7 @@ class Attempt:
         sent = number or self.agents.launcher.signals.of_ctrl_c
         reason = reason or why_stop
         hang = find_hang(record, self.output.copied_at)
-        sentence = hang.sentence.partition("\n")[0] if hang else ""
-        self.note("stop", by=Stop.BY_USER.name, reason=reason, signal=sent, hang=sentence)
+        self.note("stop", by=Stop.BY_USER.name, reason=reason, signal=sent, hang=hang.sentence if hang else "")
         if record.phase >= Phase.ENDING:
             return
         if not self.server.connected:

@@ -20,7 +20,7 @@ from typing import Any
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.launch.judge.calls import last_call_with
 from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
-from mpiddp.launch.judge.hangs import HUNG, find_hang, missing_sentence, next_look_at, places_sentence
+from mpiddp.launch.judge.hangs import find_hang, missing_sentence, next_look_at, places_sentence
 from mpiddp.launch.judge.pace import WINDOW_S
 from mpiddp.launch.judge.stacks import shown_stack
 from mpiddp.launch.judge.stragglers import CHRONIC, find_stragglers, straggler_sentence
@@ -220,9 +220,9 @@ class Hangs(Watcher):
         if hang is not None:
             self._looked_at = time.monotonic()
             self.notice(printed_at=self._printed_at)
-            self.output.log(hang.sentence, hang.about, is_error=True)
+            self.output.log(f"{hang.sentence}{hang.stacks}", hang.about, is_error=True)
             if hang.is_over:
-                self.attempt.stop_ranks(HUNG)
+                self.attempt.stop_ranks(f"the job hung and was stopped: {hang.sentence}")
 
 
 class Stragglers(Watcher):

@@ -81,7 +81,7 @@ class Job:
                     self.note(rank, "stacks", text=stack(frames))
                 if (hang := find_hang(self.record, self.printed_at)) is not None:
                     self.looked_at = self.now
-                    sentences += hang.sentence * (hang.about not in self.printed)
+                    sentences += f"{hang.sentence}{hang.stacks}" * (hang.about not in self.printed)
                     self.printed.add(hang.about)
         return sentences
 
