@@ -88,6 +88,8 @@ class OneSentenceParser(argparse.ArgumentParser):
             names = [name for name in listed if "_" not in name] if option[:1] == "-" else []
             hint = did_you_mean(option, names)
             fix = (hints or [fix])[0]
+        message, _, choices = message.partition(" (choose from ")
+        fix = f"choose from {choices[:-1]}" if choices else fix
         raise UserError(f"{self.prog}: {message}.{hint}", fix=fix)
 
     def _parse_optional(self, arg_string: str) -> Any:

@@ -11,7 +11,7 @@ from importlib import import_module
 
 from mpiddp import errors, world
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.text import did_you_mean
+from mpiddp.text import did_you_mean, with_fix
 
 # verb: (module of mpiddp with main(argv) -> int, or "module:function", its line in `mpiddp --help`)
 VERBS = {
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             errors.print_error("interrupted")
             return errors.INTERRUPTED
         if error.filename is None and error.errno == errno.ENOENT:  # only os.getcwd() raises this
-            errors.print_error("this folder has been removed. Change to another.")
+            errors.print_error(with_fix("this folder has been removed.", "change to another"))
             return errors.BAD_INPUT
         if error.filename is not None or error.errno not in _OF_STDOUT:
             raise

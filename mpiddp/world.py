@@ -191,7 +191,8 @@ class World(NamedTuple):
         local_rank, local_size = local + alone[len(local) :]
         most = world_size if local_size is None else local_size
         if not (rank < world_size and (local_rank or 0) < most <= world_size):
-            raise UserError(f"{_listed(values)}: these variables do not come from one launcher. Unset the stale ones.")
+            sentence = f"{_listed(values)}: these variables do not come from one launcher."
+            raise UserError(sentence, fix="unset the stale ones")
         if source.name == "env://" and is_joined(env):  # its agent has left out the other variables
             named = (row for row in RANK_SOURCES if row.name == env.get(variables.LAUNCHER))
             source = next(named, source)

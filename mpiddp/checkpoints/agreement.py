@@ -118,9 +118,9 @@ def require_every_tensor_loaded(unloaded: Sequence[Mapping[str, Sequence[str]]])
         by_rank = [set(of_rank[entry]) for of_rank in unloaded if entry in of_rank]
         if lost := set.intersection(*by_rank):
             raise UserError(
-                f"{entry}: the checkpoint that the run resumes from also has {listed(sorted(lost), 4)}, "
-                f"which none of {counted(len(unloaded), 'rank')} has loaded: a save would lose it. Start as "
-                "many ranks as have saved it, or name another folder."
+                f"{entry}: a save would lose {listed(sorted(lost), 4)} of the checkpoint that the run resumes from, "
+                f"which none of {counted(len(unloaded), 'rank')} has loaded.",
+                fix="start as many ranks as have saved it, or name another folder",
             )
 
 

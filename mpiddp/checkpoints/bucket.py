@@ -53,7 +53,7 @@ class Bucket:
         try:
             from fsspec.core import url_to_fs
         except ImportError:
-            raise UserError(f"{address} needs fsspec: pip install s3fs, or gcsfs.") from None
+            raise UserError(f"{address} needs fsspec.", fix="pip install s3fs, or gcsfs") from None
         try:
             files, self._root = url_to_fs(address.rstrip("/"), use_listings_cache=False)
         except (ImportError, ValueError) as error:

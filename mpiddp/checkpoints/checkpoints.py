@@ -234,8 +234,8 @@ class Checkpoints:
             with self._opening("save()") as run, run.together(), named_by(""):
                 if folders := list_steps(self._records.dir.checkpoints):
                     raise UserError(
-                        f"{self._records.dir} has {folders[-1].name} of an earlier run. "
-                        "Call resume() before the first save(), or name another folder."
+                        f"{self._records.dir} has {folders[-1].name} of an earlier run.",
+                        fix="call resume() before the first save(), or name another folder",
                     )
         assert self._run is not None
         save(self._run, step, flat, of_rank)

@@ -34,8 +34,8 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         has_store = session.coordinator.connection or os.environ.get(AGENT_STORE) == "True"
         if dist.is_initialized() and not has_store:
             raise UserError(
-                "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "
-                "start the script with mpiddp run or torchrun."
+                "mpiddp.Checkpoints comes after init_process_group, so the two would have no common store.",
+                fix="create it before, or start the script with mpiddp run or torchrun",
             )
         enter_until_exit(join(world))
     session.before_leaving.append(finish)

@@ -104,7 +104,7 @@ def export(path: str, out: Path, to: str) -> Resumed:
     from mpiddp.checkpoints.fit import placed
 
     if out.exists():
-        raise UserError(f"{out} exists already. Name a new folder.")
+        raise UserError(f"{out} exists already.", fix="name a new folder")
     saved = load(path)
     state = placed(saved.state, {})
     new = folders.NewFolder(out.absolute())

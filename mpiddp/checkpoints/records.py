@@ -134,7 +134,7 @@ def run_dir() -> Path:
     """
     runs = open_runs()
     if not runs:
-        raise UserError("there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')")
+        raise UserError("there is no folder of a run yet.", fix="create one first: mpiddp.Checkpoints('runs/a')")
     return runs[0].dir.path
 
 
@@ -164,7 +164,8 @@ def log_metrics(step: int, **values: Any) -> None:
     session = script_session()
     runs = open_runs()
     if runs and not runs[0].has_started:
-        raise UserError("mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept.")
+        sentence = "mpiddp.log_metrics comes before Checkpoints.resume(), which decides which records are kept."
+        raise UserError(sentence, fix="call resume() first")
     for records in runs:
         records.record(step, values)
     session.progress.show(values)

@@ -178,7 +178,7 @@ def report(run: Run, copies: Sequence[Copy], chosen: Sequence[Copy]) -> None:
             if failed := next((copy for copy in copies if copy.is_failure), None):
                 raise JobFailed(f"{failed.damage}.")
             root = run.dir.checkpoints
-            raise UserError(f"{root} contains no verified checkpoint. Name another folder.")
+            raise UserError(f"{root} contains no verified checkpoint.", fix="name another folder")
 
 
 def fetch(run: Run, copies: Sequence[Copy]) -> dict[str, Path]:
@@ -233,10 +233,11 @@ def require_same_run(run: Run, chosen: Copy, resumed: Resumed) -> None:
     path, saved, config = from_here(chosen.path), resumed.about.config, run.records.config
     if chosen.step != resumed.step:
         name = name_of_step(resumed.step)
-        raise UserError(f"{path} is the checkpoint of step {resumed.step}: rename it to {name}.")
+        raise UserError(f"{path} is the checkpoint of step {resumed.step}.", fix=f"rename it to {name}")
     names = sorted(saved.keys() | config.keys())
     pairs = [(name, saved.get(name), config.get(name)) for name in names]
     if different := [f"{name} {old!r}, now {new!r}" for name, old, new in pairs if old != new]:
         raise UserError(
-            f"{path} was made with another config: {'; '.join(different)}. Use the same config, or name another folder."
+            f"{path} was made with another config: {'; '.join(different)}.",
+            fix="use the same config, or name another folder",
         )

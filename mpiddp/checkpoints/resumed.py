@@ -97,6 +97,5 @@ class Resumed:
             raise
         except Exception as error:  # whatever a load_state_dict raises
             reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
-            raise UserError(
-                f"{where} does not fit: {name}: {reason}. Build the same as before, or name another folder."
-            ) from None
+            fix = "build the same as before, or name another folder"
+            raise UserError(f"{where} does not fit: {name}: {reason}.", fix=fix) from None

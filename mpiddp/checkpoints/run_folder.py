@@ -160,7 +160,8 @@ class Run:
         with self.writing_together():
             # A resume would cut the records of another program.
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
-                raise UserError(f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder.")
+                sentence = f"{run_dir} has a {run_dir.metrics.name} of another program."
+                raise UserError(sentence, fix="name another folder")
             self._created = [path for path in (run_dir.checkpoints, run_dir.path) if not path.exists()]
             run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         try:
@@ -181,8 +182,8 @@ class Run:
             values = [arguments.get(name, "nothing") for arguments in by_rank]
             if different := self.different(values):
                 raise UserError(
-                    f"mpiddp.Checkpoints: {name} differs: {different}. Give all ranks the same: rank 0 can "
-                    "broadcast it, and MPIDDP_RUN_ID is the same on all ranks, in restarts too."
+                    f"mpiddp.Checkpoints: {name} differs: {different}.",
+                    fix="broadcast it from rank 0, or take MPIDDP_RUN_ID, which is the same on all ranks, in restarts too",
                 )
 
     def _require_folder_of_restart(self) -> None:
@@ -202,8 +203,8 @@ class Run:
         elif not has_steps:
             raise UserError(
                 f"this restart would begin anew in {self.dir}, which has no checkpoint: the run before it "
-                f"wrote to {from_here(announced)}. Name one folder for all restarts, for example by "
-                "MPIDDP_RUN_ID."
+                f"wrote to {from_here(announced)}.",
+                fix="name one folder for all restarts, for example by MPIDDP_RUN_ID",
             )
 
     def different(self, values: Sequence[str]) -> str:
@@ -253,8 +254,8 @@ class Run:
                 yield
             except OSError as error:
                 kind = UserError if error.errno in _NEVER else cause_of(error)
-                hint = " Name another folder." if kind is UserError else ""
-                raise kind(f"{self.dir} cannot be written: {error.strerror}.{hint}") from None
+                fix = "name another folder" if kind is UserError else ""
+                raise kind(f"{self.dir} cannot be written: {error.strerror}.", fix=fix) from None
 
     def is_verified(self, checkpoint: Path, *, is_new: bool = False) -> bool:
         """Hash a checkpoint the first time. Afterwards, and if it is new, compare sizes only."""
@@ -285,8 +286,8 @@ class Run:
             place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
             if place != (self.rank, self.world_size):
                 raise UserError(
-                    f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks. Call "
-                    "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
+                    f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks.",
+                    fix="call torch.distributed.init_process_group or mpiddp.init before resume() and save()",
                 )
         if is_on("gloo_end"):  # a script's last save may precede the end of its group by a moment
             await_gloo_at_destroy()
@@ -309,8 +310,8 @@ class Run:
                 seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
                 if not seen:
                     raise UserError(
-                        f"{root} is not the folder of the other ranks of this host. Create "
-                        "mpiddp.Checkpoints in one working folder."
+                        f"{root} is not the folder of the other ranks of this host.",
+                        fix="create mpiddp.Checkpoints in one working folder",
                     )
             return self.gather(seen[0])
         finally:

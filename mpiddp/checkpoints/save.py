@@ -128,7 +128,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     words = [Word(*row) for row in rows]
     calls = ["close()" if word.step is None else f"save({word.step}, …)" for word in words]
     if different := run.different(calls):
-        raise UserError(f"the ranks save different steps: {different}. Save one step on all ranks.")
+        raise UserError(f"the ranks save different steps: {different}.", fix="save one step on all ranks")
     problems = [word.problem for word in words]
     if any(problems) and (run.options.must_succeed or step is None):
         raise JobFailed("\n".join(run.coordinator.sentences(problems)))

@@ -140,7 +140,7 @@ def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> 
             fix="mpiddp drill -n 2 train.py --out {out}",
         )
     if options.dry_run:
-        raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")
+        raise UserError("mpiddp drill: --dry-run runs nothing.", fix="leave it out")
     placed = make_plan(options, os.environ).request.hosts
     if not values.module:  # the script runs in another working folder
         job = [os.path.abspath(job[0]), *job[1:]]  # noqa: PTH100, because a link stays a link
@@ -164,7 +164,7 @@ def _new_folder(named: str | None, command: LaunchCommand) -> Path:
         work = Path(named).absolute()
         work.mkdir(parents=True, exist_ok=True)
         if any(work.iterdir()):
-            raise UserError(f"--work {work} is not empty. Name a new folder.")
+            raise UserError(f"--work {work} is not empty.", fix="name a new folder")
     return work
 
 

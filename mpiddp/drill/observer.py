@@ -40,8 +40,8 @@ def observe() -> None:
     folder = Path(os.environ[DRILL])
     if not (folder / PLAN).is_file():
         raise UserError(
-            f"mpiddp drill: {socket.gethostname()} does not see {folder}. Name a new folder that all hosts "
-            "share: --work DIR"
+            f"mpiddp drill: {socket.gethostname()} does not see {folder}.",
+            fix="--work DIR, a new folder that all hosts share",
         )
     plan = FaultPlan(**json.loads((folder / PLAN).read_text(encoding="utf-8")))
     if plan.folder:

@@ -101,6 +101,6 @@ def _explain_id(name: str) -> int:
         print(f"{row.id}: {row.cause}\nFix:  {row.fix}")
         return DONE
     ids = [id for id in _BY_ID if id.startswith(f"{name}-")]
-    hint = did_you_mean(name, _BY_ID) or f" An id begins with one of: {', '.join(PROGRAMS)}."
-    hint = f" Its ids are: {', '.join(ids)}." if ids else hint
-    raise UserError(f"{name} is no file, and not the id of a known failure.{hint}")
+    hint = "" if ids else did_you_mean(name, _BY_ID)
+    fix = f"choose one of its ids: {', '.join(ids)}" if ids else f"an id begins with one of: {', '.join(PROGRAMS)}"
+    raise UserError(f"{name} is no file, and not the id of a known failure.{hint}", fix="" if hint else fix)

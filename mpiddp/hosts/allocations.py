@@ -64,10 +64,8 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             counts = env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})")
             slots = expand_counts(counts)
             if len(slots) != len(names):
-                raise ValueError(
-                    f"SLURM_TASKS_PER_NODE={shown(counts)} does not fit SLURM_JOB_NODELIST={shown(nodelist)}"
-                    ", as in a step of srun: start mpiddp launch without srun"
-                )
+                fit = f"SLURM_TASKS_PER_NODE={shown(counts)} does not fit SLURM_JOB_NODELIST={shown(nodelist)}"
+                raise UserError(f"{fit}, as in a step of srun.", fix="start mpiddp launch without srun")
         else:
             slots = _gpus_of_slurm(env, names)
     except ValueError as error:
@@ -145,10 +143,10 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
     """Kubeflow's MPIJob: the launcher pod has a hostfile, which a variable of the MPI names."""
     if env.get("K_MPI_JOB_ROLE") == "worker":
         raise UserError(
-            "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. "
-            "Write mpiddp launch in the command of the Launcher, and sshd in that of the Worker."
+            "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows.",
+            fix="write mpiddp launch in the command of the Launcher, and sshd in that of the Worker",
         )
-    name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), " or ".join(MPIJOB_HOSTFILES))
+    name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), f"a variable such as {MPIJOB_HOSTFILES[0]}")
     return _of_file(env, name, f"the hostfile of {name}", "K_MPI_JOB_ROLE")
 
 

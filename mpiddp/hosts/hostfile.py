@@ -229,7 +229,7 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
                 fix=EXAMPLE,
             )
         if key in values:
-            raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
+            raise UserError(f'{where}: "{shown(token)}" sets {key} twice.', fix="remove one")
         values[key] = _value(where, key, value, token)
     host = Host(name, **{"slots": len(values.get("gpus", ())) or None, **values})
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
@@ -256,7 +256,7 @@ def _value(where: str, key: str, text: str, token: str) -> Any:
         return text
     numbers = tuple(int(word) if word.isdigit() else word for word in text.split(","))
     if len(set(numbers)) < len(numbers):
-        raise UserError(f'{where}: "{shown(token)}" names a GPU twice. Remove one.')
+        raise UserError(f'{where}: "{shown(token)}" names a GPU twice.', fix="remove one")
     return numbers if key == "gpus" else numbers[0]
 
 
@@ -266,12 +266,12 @@ def _checked(hosts: Hosts) -> Hosts:
     for host in hosts.hosts:
         first = firsts.setdefault(host.key, host)
         if first is not host:
-            fix = f"listed twice. Write it once: {host.name}:N"
+            problem, fix = "listed twice", f"write it once: {host.name}:N"
             if host.line is not None:
                 merges = (first.user, first.port) == (host.user, host.port)
-                way = "Merge them into one slots= line" if merges else "Give each login a Host in ~/.ssh/config"
-                fix = f"already on line {first.line}. {way}."
-            raise UserError(f"{hosts.where(host)}: {host.name} is {fix}")
+                problem = f"already on line {first.line}"
+                fix = "merge them into one slots= line" if merges else "give each login a Host in ~/.ssh/config"
+            raise UserError(f"{hosts.where(host)}: {host.name} is {problem}.", fix=fix)
     if not hosts.usable:
         raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start.", fix=EXAMPLE)
     if (total := sum(host.slots or 0 for host in hosts.hosts)) > MAX_SLOTS:

@@ -205,7 +205,7 @@ def refuse_home(folder: Path, expected: str) -> None:
     """Raise UserError if the folder is the home folder or holds it, because nobody means to copy that."""
     home = Path.home()
     if home.is_relative_to(folder) or home.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{folder} is or holds your home folder. Name the folder of {expected}.")
+        raise UserError(f"{folder} is or holds your home folder.", fix=f"name the folder of {expected}")
 
 
 def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:

@@ -34,6 +34,7 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.processes import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.text import FIX
 
 _MOST_LOGINS = 32  # that wait for their hosts at the same time
 _FILES_PER_HOST = 3  # a login has a socket and two pipes
@@ -133,8 +134,8 @@ def ask_hosts(
     only the output that `show` has not got. Raises UserError if ssh is not installed here.
     """
     if (others := other_hosts(hosts)) and not transport.is_installed:
-        fix = "sudo apt-get install openssh-client"
-        raise UserError(f"ssh is not installed here. {transport.hint}".rstrip(), fix=fix)
+        fix = f"\n{FIX}".join(filter(None, ("sudo apt-get install openssh-client", transport.hint)))
+        raise UserError("ssh is not installed here.", fix=fix)
     kept = logins if transport.keeps_open else None
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     work_s = transport.login_s if work_s is None else work_s

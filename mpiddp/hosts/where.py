@@ -52,16 +52,16 @@ def settle(options: argparse.Namespace) -> None:
         return
     if (options.hostfile, options.host_list) != (None, None):
         other = "-H" if options.hostfile is None else "--hostfile"
-        raise UserError(f"{file} and {other} both name the hosts. Give one.")
+        raise UserError(f"{file} and {other} both name the hosts.", fix="give one of them")
     if file and os.sep not in file and not os.path.exists(file):  # noqa: PTH110 - False for any error
-        raise UserError(f"{file} not found (looked in {Path.cwd()}). If it is a host: -H {file}")
+        raise UserError(f"{file} not found (looked in {Path.cwd()}).", fix=f"if it is a host: -H {file}")
     options.hostfile = file
 
 
 def refuse_both(hostfile: str | None, host_list: str | None) -> None:
     """Raise UserError if --hostfile and -H are given."""
     if None not in (hostfile, host_list):
-        raise UserError("--hostfile and -H both name the hosts. Give one.")
+        raise UserError("--hostfile and -H both name the hosts.", fix="give one of them")
 
 
 def named_hosts(hostfile: str | None, host_list: str | None, env: Mapping[str, str], login_s: float) -> Hosts | None:

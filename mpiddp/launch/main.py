@@ -170,7 +170,7 @@ def launch_function(argv: list[str]) -> int:
         for name in ("dry_run", "detach", "report", "on_end"):
             if getattr(options, name):
                 flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"mpiddp.spawn: {flag} has no place here. Leave it out.")
+                raise UserError(f"mpiddp.spawn: {flag} has no place here.", fix="leave it out")
         # The variables of `env=` are on no command line.
         settings = parse_exports([f"{name}={text}" for name, text in call["env"].items()], {})
         options = replace(options, settings={**options.settings, **settings})

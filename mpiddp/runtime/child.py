@@ -111,14 +111,14 @@ class Child:
                 preexec_fn=partial(_begin, os.getpid()),
             )
         except OSError as error:
-            hints = {
-                errno.ENOEXEC: " A script begins with a line such as #!/bin/sh.",
-                errno.ENOENT: " Its #! line names a missing program, or has a Windows line ending: "
-                "run sed -i 's/\\r$//' on it.",
+            name = escaped(program.name)
+            fixes = {
+                errno.ENOEXEC: "begin the script with a line such as #!/bin/sh",
+                errno.ENOENT: f"correct its #! line, of which the program is missing; for a Windows line ending: "
+                f"sed -i 's/\\r$//' {name}",
             }
-            hint = hints.get(error.errno or 0, "")
-            sentence = f"{escaped(program.name)} cannot be started: {error.strerror}.{hint}"
-            raise cause_of(error)(sentence) from None
+            sentence = f"{name} cannot be started: {error.strerror}."
+            raise cause_of(error)(sentence, fix=fixes.get(error.errno or 0, "")) from None
         finally:
             for file in (*files.values(), theirs.detach()):
                 os.close(file)

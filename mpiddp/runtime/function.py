@@ -71,12 +71,11 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
     try:
         return facts, pickle.loads(body)
     except Exception as error:
-        hint = ""
+        fix = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = f" Copy it to every host, or call cloudpickle.register_pickle_by_value({error.name})."
-        raise UserError(
-            f"{facts['name']} cannot be unpickled on {coordinator.world.hostname}: {named(error)}.{hint}"
-        ) from None
+            fix = f"copy it to every host, or call cloudpickle.register_pickle_by_value({error.name})"
+        where = coordinator.world.hostname
+        raise UserError(f"{facts['name']} cannot be unpickled on {where}: {named(error)}.", fix=fix) from None
 
 
 def answer(coordinator: Coordinator, body: bytes, *, is_result: bool) -> None:

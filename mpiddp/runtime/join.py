@@ -89,13 +89,14 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
     env, ranks = os.environ, session.coordinator
     if getattr(current_process(), "_inheriting", False):
         raise UserError(
-            "a process of multiprocessing, such as a DataLoader's worker, runs the script again. "
-            'Put its main part below: if __name__ == "__main__":'
+            "a process of multiprocessing, such as a DataLoader's worker, runs the script again.",
+            fix='put its main part below: if __name__ == "__main__":',
         )
     if ranks.connection is None and world.world_size > 1:
         raise UserError(
             f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only the "
-            f"first process of a rank joins the others. Unset {RUN_ID} to start a job of its own."
+            "first process of a rank joins the others.",
+            fix=f"unset {RUN_ID}, which starts a job of its own",
         )
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     world = world._replace(

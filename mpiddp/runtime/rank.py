@@ -53,8 +53,8 @@ class Rank(NamedTuple):
                     taken = private.take(private_file)
                 except FileNotFoundError:
                     raise JobFailed(
-                        f"{world.hostname}: mpirun's login has another /tmp than the login before it. All "
-                        "logins need the same /tmp: see pam_namespace and PrivateTmp there."
+                        f"{world.hostname}: mpirun's login has another /tmp than the login before it.",
+                        fix="give all logins there the same /tmp: see pam_namespace and PrivateTmp",
                     ) from None
             # What the mpirun has set for this rank stays. It has passed on its own settings itself.
             mpi = set_by_launchers(env)

@@ -142,16 +142,16 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
     # A child that is started by "spawn" first runs the caller's script again. It has no parent yet then.
     if parent_process() is not None or getattr(current_process(), "_inheriting", False):
         raise UserError(
-            "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker. Call it "
-            'in the main process; in a script, below: if __name__ == "__main__":'
+            "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker.",
+            fix='call it in the main process; in a script, below: if __name__ == "__main__":',
         )
     how = "mpiddp.spawn starts all ranks itself, but this process is already a part of a job"
     if is_joined(env) or JOB in env:
-        raise UserError(f"{how} of mpiddp. Call it once, outside of the job.")
+        raise UserError(f"{how} of mpiddp.", fix="call it once, outside of the job")
     if not in_slurm_terminal(env) and (world := World.from_env(env)).world_size > 1:
         raise UserError(
-            f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}). Start the script once, "
-            "with python."
+            f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}).",
+            fix="start the script once, with python",
         )
 
 
@@ -166,8 +166,8 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
         body = cloudpickle.dumps(call)
     except Exception as error:
         raise UserError(
-            f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-            f"{named(error)}. Create it within the function, or in a module that it imports."
+            f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: {named(error)}.",
+            fix="create the object within the function, or in a module that it imports",
         ) from error
     facts = {
         "name": name,
@@ -245,8 +245,8 @@ def unpickled(body: bytes, name: str, rank: int) -> Any:
         return _Unpickler(io.BytesIO(body)).load()
     except Exception as error:
         raise UserError(
-            f"the result of {name} from rank {rank} cannot be unpickled here: {named(error)}. "
-            "Return plain values, or tensors on the CPU."
+            f"the result of {name} from rank {rank} cannot be unpickled here: {named(error)}.",
+            fix="return plain values, or tensors on the CPU",
         ) from error
 
 

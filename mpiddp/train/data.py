@@ -289,7 +289,7 @@ class Cifar:
         batches = self.find(folder)
         if batches is None:
             raise mpiddp.UserError(
-                f"no {self.title} ({self.folder}) in {folder}; copy its files there, or leave --data-dir out."
+                f"no {self.title} ({self.folder}) in {folder}.", fix="copy its files there, or leave --data-dir out"
             )
         contents = [self._verified(batches / name) for name in self.files]
         width = self.label_bytes + 3 * 32 * 32
@@ -304,16 +304,17 @@ class Cifar:
         return (images[:split], labels[:split]), (images[split:], labels[split:])
 
     def _verified(self, file: Path) -> bytes:
-        hint = f"remove {file.parent} and run again to download it again."
+        fix = f"remove {file.parent}, and run again, which downloads it again"
         try:
             content = file.read_bytes()
         except FileNotFoundError:
-            raise mpiddp.UserError(f"{file} is missing; {hint}") from None
+            raise mpiddp.UserError(f"{file} is missing.", fix=fix) from None
         except OSError as error:
             raise mpiddp.JobFailed(f"{file} cannot be read ({error.strerror}).") from None
         digest, sha256 = hashlib.sha256(content).hexdigest(), self.files[file.name]
         if digest != sha256:
-            raise mpiddp.UserError(f"{file} is not {self.title}'s: its SHA-256 is {digest}, not {sha256}; {hint}")
+            hashes = f"its SHA-256 begins with {digest[:12]}, not {sha256[:12]}"
+            raise mpiddp.UserError(f"{file} is not {self.title}'s: {hashes}.", fix=fix)
         return content
 
     def fetch(self, folder: Path, report: Callable[[str], None]) -> None:
@@ -349,7 +350,8 @@ class Cifar:
                 reasons.append(f"{name}: {error}")
                 report(f"{self.title}: {reasons[-1]}")
         raise mpiddp.JobFailed(
-            f"{self.title} cannot be downloaded ({'; '.join(reasons)}). Copy {local.name} into {folder} yourself."
+            f"{self.title} cannot be downloaded ({'; '.join(reasons)}).",
+            fix=f"copy {local.name} into {folder} yourself",
         )
 
     def _from_archive(self, url: str, scratch: Path) -> Path:
@@ -546,8 +548,8 @@ class _Decoder(torch.utils.data.Dataset[Any]):
         reason = error.strerror if is_of_system else str(error)  # type: ignore[attr-defined]
         if is_of_system and not isinstance(error, FileNotFoundError | PermissionError):
             return mpiddp.JobFailed(f"{path}: the image cannot be read ({reason}).")
-        hint = "" if self._can_skip else " Replace it, or use --skip-bad-images."
-        return mpiddp.UserError(f"{path}: the image cannot be read ({reason}).{hint}")
+        fix = "" if self._can_skip else "replace it, or use --skip-bad-images"
+        return mpiddp.UserError(f"{path}: the image cannot be read ({reason}).", fix=fix)
 
 
 def read_image(path: str, size: int, draw: random.Random | None) -> Image.Image:

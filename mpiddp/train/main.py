@@ -233,9 +233,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("--check-divergence", sharded, options.parallel == "fsdp" and options.check_divergence),
     ):
         if are_given:
-            raise mpiddp.UserError(f"{first} and {second} are mutually exclusive. Leave one out.")
+            raise mpiddp.UserError(f"{first} and {second} are mutually exclusive.", fix="leave one out")
     if options.image_size and DATASETS[options.dataset].image_size:
-        raise mpiddp.UserError("--image-size applies to image folders only. Leave it out.")
+        raise mpiddp.UserError("--image-size applies to image folders only.", fix="leave it out")
     return options
 
 
@@ -258,7 +258,7 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
     is_whitened = arch == "whitened_resnet8"
     if is_whitened and (is_folder or "stem" in chosen):
         raise mpiddp.UserError(
-            f"{arch} is for CIFAR, and has a stem of its own. Name another --arch, for example resnet18."
+            f"{arch} is for CIFAR, and has a stem of its own.", fix="another --arch, for example resnet18"
         )
     # A model that the user names is torchvision's, or of its paper. On GPUs, only the CIFAR stem leaves
     # enough of CIFAR's images: torchvision's halves them twice before the first block.
@@ -291,7 +291,8 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
     if per_pass == 1 and min(config.sides or (image_size,)) <= 1 << halvings:
         raise mpiddp.UserError(
             f"--batch-size 1 leaves BatchNorm one value: {arch} with the {config.stem} stem reduces such "
-            "images to one pixel. Use 2 or more."
+            "images to one pixel.",
+            fix="--batch-size 2, or more",
         )
     return config
 
@@ -317,7 +318,8 @@ def split_batch(
     elif images < parts * (1 if images % parts == 0 else 2):
         raise mpiddp.UserError(
             f"--global-batch-size {images} gives some of {world_size} ranks fewer than two images per pass; "
-            f"BatchNorm needs two. Use {IMAGES_PER_PASS * parts} or more."
+            "BatchNorm needs two.",
+            fix=f"--global-batch-size {IMAGES_PER_PASS * parts}, or more",
         )
     return {
         "global_batch_size": images,
@@ -340,8 +342,8 @@ class Trainer(Training):
         images = data.train.num_images
         if images < config.global_batch_size:
             raise mpiddp.UserError(
-                f"the global batch of {config.global_batch_size} images is larger than the data set "
-                f"({images} images). Lower --batch-size or --global-batch-size."
+                f"the global batch of {config.global_batch_size} images is larger than the data set ({images} images).",
+                fix="a smaller --batch-size or --global-batch-size",
             )
         sizes = {name: getattr(config, name) for name in ("global_batch_size", "steps_per_epoch")}
         super().__init__(config, data, world, **sizes)
@@ -753,13 +755,14 @@ def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> N
     resume = config.resume
     if Path(resume).resolve().is_relative_to(out.resolve()):
         raise mpiddp.UserError(
-            f"--resume {resume} is of this run. To go back, leave it out, after: mpiddp checkpoints rewind {out} STEP"
+            f"--resume {resume} is of this run.",
+            fix=f"to go back, mpiddp checkpoints rewind {out} STEP, and leave --resume out",
         )
     rows = [(name, saved.about.config.get(name), now) for name, now in fixed_of(config).items()]
     if different := [f"{name} {old!r}, now {now!r}" for name, old, now in rows if old != now]:
         raise mpiddp.UserError(
-            f"{resume} was made with another config: {'; '.join(different)}. "
-            "Use the same config, or take its --weights only."
+            f"{resume} was made with another config: {'; '.join(different)}.",
+            fix=f"use the same config, or begin with its weights: --weights {resume}",
         )
 
 
@@ -793,24 +796,24 @@ def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
     compared |= {_flag(name): str(value) for name, value in vars(config).items()}
     compared |= {"--backend": str(world.backend), "--num-workers": "", "--data-dir": ""}
     compared["the data set"] = data.contents
-    hints = {
-        "the data set": "Use the same --data-dir on every host.",
-        "--amp": "Not all hosts compute bf16 fast, so use --amp off.",
+    fixes = {
+        "the data set": "use the same --data-dir on every host",
+        "--amp": "--amp off, because not all hosts compute bf16 fast",
     }
     if config.parallel == "hsdp":  # the ranks of a host share a copy of the model
         compared["the number of ranks of a host"] = f"{world.local_world_size}"
-        hints["the number of ranks of a host"] = "Give equal slots, or use --parallel fsdp."
+        fixes["the number of ranks of a host"] = "give equal slots, or use --parallel fsdp"
         if config.check_divergence and world.num_nodes in (None, 1):
             copies = "copies of the model, and --parallel hsdp has one on one host"
-            raise mpiddp.UserError(f"--check-divergence compares {copies}. Leave one out.")
+            raise mpiddp.UserError(f"--check-divergence compares {copies}.", fix="leave one out")
     by_rank = gathered(compared)
     for name in compared:
         values = [of_rank.get(name) for of_rank in by_rank]
         if len(set(values)) > 1:
             ranks = {value: values.index(value) for value in values}
             listed = ", ".join(f"{value} (rank {rank})" for value, rank in ranks.items())
-            hint = hints.get(name, "Give all ranks the same options.")
-            raise mpiddp.UserError(f"{name} differs: {listed}. {hint}")
+            fix = fixes.get(name, "give all ranks the same options")
+            raise mpiddp.UserError(f"{name} differs: {listed}.", fix=fix)
 
 
 def out_of_memory(error: BaseException, options: argparse.Namespace, config: Config) -> str:

@@ -146,7 +146,7 @@ def _meant(name: str | None, jobs: Sequence[_AnyJob]) -> _AnyJob | None:
     matches = [job for job in jobs if name in (None, job.name, str(job.pid))]
     if len(matches) > 1:
         titles = listed([job.title for job in matches])
-        raise UserError(f"several jobs run here: {titles}. Name one of them by its number.")
+        raise UserError(f"several jobs run here: {titles}.", fix="name one of them by its number")
     return matches[0] if matches else None
 
 

@@ -44,7 +44,7 @@ def stop(argv: list[str]) -> int:
     if name is None:  # a stop ends hours of work, and the only job may be another terminal's
         raise UserError(f"mpiddp stop: job {job.title} runs.", fix=f"mpiddp stop {job.pid}")
     if not job.pid:
-        raise UserError(f"job {job.title} runs in another container. Stop it there.")
+        raise UserError(f"job {job.title} runs in another container.", fix="stop it there")
     with suppress(ProcessLookupError), opened(job.pid) as send:
         job.connected().close()  # raises if the job has ended, because its pid may be another's then
         send(signal.SIGCONT)  # a suspended launcher (Ctrl-Z) would not handle a signal

@@ -68,7 +68,7 @@ def generic(text: str, folder: Path) -> str:
     text = re.sub(rf"\b(on|from) {re.escape(socket.gethostname())}\b", r"\1 HOST", text)
     text = re.sub(r"(on HOST, which has).*", r"\1 INTERFACES.", text)
     text = re.sub(r"torch \S+ sees none", "torch VERSION sees none", text)
-    choices = re.compile(r"\(choose from [^)]*\)")  # quoted before Python 3.12
+    choices = re.compile(r"fix: choose from .*")  # quoted before Python 3.12
     return choices.sub(lambda found: found[0].replace("'", ""), text)
 
 
@@ -122,6 +122,14 @@ def test_refusals(title, found):
     """A command line that cannot mean anything is answered in the words of refusals.txt."""
     assert "Traceback" not in EXPECTED[title]
     assert found[title] == EXPECTED[title]
+
+
+def test_an_error_is_a_short_sentence_and_its_fix_stands_below():
+    """A terminal of 160 columns shows each error on one line, and what to do on the next one."""
+    said = re.findall("^mpiddp: (.*)", FILE.read_text(), re.MULTILINE)
+    assert [sentence for sentence in said if len(sentence) > 160] == []
+    orders = r"[.:;] (?i:call|change|copy|give|leave|merge|name|remove|run|set|start|unset|use|write) "
+    assert [sentence for sentence in said if re.search(orders, sentence)] == []
 
 
 if __name__ == "__main__":

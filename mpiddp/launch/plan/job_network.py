@@ -55,8 +55,8 @@ def find_network(
         address = interface.address if interface else next((ends[0] for ends in routes if ends), "")
     if not address and not dry_run:
         raise UserError(
-            f"no address of this machine is known that {[*others.values()][-1]} can reach. "
-            "Name this machine's interface to it: --interface NAME"
+            f"no address of this machine is known that {[*others.values()][-1]} can reach.",
+            fix="--interface NAME, which is this machine's interface to it",
         )
     addresses = {} if interface is None else dict.fromkeys(here, interface.address)
     for key, name in others.items():

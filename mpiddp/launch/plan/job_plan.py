@@ -89,7 +89,9 @@ def make_plan(
     # Without a preflight, --min-hosts still counts at a restart.
     need = {"--wait-for-hosts": options.wait_s, "--spares": options.spares, "--grow": options.grow_s}
     if (given := [name for name, value in need.items() if value]) and not options.check:
-        raise UserError(f"{given[0]} needs the preflight, which finds the hosts that answer. Leave out --no-check.")
+        raise UserError(
+            f"{given[0]} needs the preflight, which finds the hosts that answer.", fix="leave out --no-check"
+        )
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
@@ -196,7 +198,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         for host in hosts.hosts:
             if host.gpus is not None and options.settings.get(variable) is not None:
                 both = f"gpus= and -x {variable} both choose the GPUs of {host.name}"
-                raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
+                raise UserError(f"{hosts.where(host)}: {both}.", fix="leave one of them out")
     return hosts
 
 

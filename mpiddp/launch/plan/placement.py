@@ -190,5 +190,5 @@ def place(
         placed.append(replace(host, ranks=count))
     if len(here) > 1:
         both = f"{here[0].name} and {here[1].name} are both this machine"
-        raise UserError(f"{hosts.where(here[1])}: {both}. Merge them into one.")
+        raise UserError(f"{hosts.where(here[1])}: {both}.", fix="merge them into one")
     return replace(hosts, hosts=tuple(placed))

@@ -153,7 +153,7 @@ def _mistaken(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
         first = machines.setdefault(info.machine or host.name, host.name)
         another = named.get(info.hostname.partition(".")[0], host)
         if first != host.name:
-            sentences[host] = f"{host.name} and {first} are the same machine. Merge them into one."
+            sentences[host] = with_fix(f"{host.name} and {first} are the same machine.", "merge them into one")
         elif short[another] != short[host]:
             sentences[host] = with_fix(
                 f"{host.name}: its own name is {another.name}, another host of the job.",

@@ -76,8 +76,8 @@ def connect_to_server(
             time.sleep(_RETRY_S)
     name = "the launcher" if answer_s is None else "rank 0's channel"
     raise JobFailed(
-        f"rank {world.rank} on {world.hostname} cannot reach {name} at {server.address} ({why}). "
-        "Check that it is running and that no firewall blocks the port."
+        f"rank {world.rank} on {world.hostname} cannot reach {name} at {server.address} ({why}).",
+        fix="check that it is running, and that no firewall blocks the port",
     )
 
 

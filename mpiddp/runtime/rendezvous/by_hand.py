@@ -64,14 +64,14 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
             first, *others = [address] if address else expand_nodelist(nodelist)
         except ValueError as error:
             raise UserError(
-                f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}. '
-                "Start the job with srun, or set MASTER_ADDR and MASTER_PORT."
+                f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}.',
+                fix="start the job with srun, or set MASTER_ADDR and MASTER_PORT",
             ) from None
         address = first if address or others else LOOPBACK
     elif not (address and env.get("MASTER_PORT")):
         raise UserError(
-            f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set. Without MPI, the ranks need "
-            "MASTER_ADDR and MASTER_PORT as well, to find each other."
+            f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set, but MASTER_ADDR and MASTER_PORT are not.",
+            fix="set both, by which ranks without MPI find each other",
         )
     # Over several hosts, a name that leads to 127.0.1.1 on rank 0's own host is another address.
     is_on_one_host = world.local_world_size == world.world_size or address.startswith("127.")

@@ -100,9 +100,8 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
         cut_off = [rank for rank in others if not reached[rank]] or others
         raise JobFailed(
             f"{', '.join(infos[rank].hostname for rank in cut_off)} cannot reach any address of "
-            f"{infos[0].hostname} ({', '.join(ports)}) within {sockets.PROBE_TIMEOUT_S:g} s: "
-            "a firewall blocks them, or the networks are not connected. "
-            "Name a reachable address: --master-addr ADDR"
+            f"{infos[0].hostname} ({', '.join(ports)}) within {sockets.PROBE_TIMEOUT_S:g} s.",
+            fix="open the firewall or connect the networks, or name a reachable address: --master-addr ADDR",
         )
     listener = listeners.pop(reachable, None)
     for other in listeners.values():

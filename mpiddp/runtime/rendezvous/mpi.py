@@ -77,8 +77,8 @@ def _load_mpi(world: World) -> Any:
             maps = Path("/proc/self/maps").read_text("latin-1")
             library = re.search(r"/(libmpi\.so\S*)", maps)
             raise UserError(
-                f"mpirun is {started_by} but mpi4py loaded {vendor} ({library[1] if library else 'libmpi'}). "
-                "Set MPI4PY_LIBMPI or reinstall."
+                f"mpirun is {started_by} but mpi4py loaded {vendor} ({library[1] if library else 'libmpi'}).",
+                fix="set MPI4PY_LIBMPI to the libmpi of your mpirun",
             )
         if not MPI.Is_initialized():
             MPI.Init()
@@ -89,8 +89,8 @@ def _load_mpi(world: World) -> Any:
     if (size, rank) != (world.world_size, world.rank):
         raise UserError(
             f"{world.launcher.name} started {world.world_size} ranks but MPI reports "
-            f"size {size}: mpirun and libmpi come from different MPIs. "
-            "Set MPI4PY_LIBMPI to the library of that mpirun."
+            f"size {size}: mpirun and libmpi come from different MPIs.",
+            fix="set MPI4PY_LIBMPI to the libmpi of your mpirun",
         )
     return MPI
 

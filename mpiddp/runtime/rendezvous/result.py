@@ -170,8 +170,8 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
         if sorted(local_ranks) != list(range(size)):
             raise UserError(
                 f"{first.hostname} runs {len(local_ranks)} ranks with local ranks "
-                f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}. "
-                "Is one machine in the hostfile under two names?"
+                f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}.",
+                fix="list each machine once, if the hostfile has one under two names",
             )
     name = env.get("MASTER_ADDR") if len(infos) > 1 else ""
     address = resolve(name) if name else LOOPBACK
@@ -222,8 +222,8 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
         names = expected_hosts(placement)
         if not _is_placed(infos, names):
             raise UserError(
-                f"the ranks are not placed as in the hostfile ({placement}). Check mpirun's own "
-                f"settings (environment, mca-params.conf) and the host names.\n{table(infos, names)}"
+                f"the ranks are not placed as in the hostfile ({placement}).\n{table(infos, names)}",
+                fix="check the names of the hosts, and mpirun's own settings (environment, mca-params.conf)",
             )
     requested, is_on_one_host = env.get(variables.INTERFACE, ""), len(ranks_by_host(infos)) == 1
     for info in infos if requested and not is_on_one_host else ():

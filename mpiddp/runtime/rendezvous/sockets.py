@@ -27,7 +27,7 @@ def port_in(env: Mapping[str, str]) -> int:
     try:
         return parse_whole(text, 0, 1 << 16)
     except ValueError:
-        raise UserError(f'MASTER_PORT="{shown(text)}" is not a port. Expected 1 to 65535, or leave it unset.') from None
+        raise UserError(f'MASTER_PORT="{shown(text)}" is not a port. Expected 1 to 65535, or unset.') from None
 
 
 def resolve(name: str) -> str:
@@ -43,9 +43,8 @@ def resolve(name: str) -> str:
         sentence = f"{name}: cannot be resolved from {socket.gethostname()}"
         if error.errno not in _WRONG_NAME:
             raise JobFailed(f"{sentence}: {error.strerror}.") from None
-        raise UserError(
-            f"{sentence}. Add it to DNS or /etc/hosts, or set MASTER_ADDR to an address of the host where rank 0 runs."
-        ) from None
+        fix = "add it to DNS or /etc/hosts, or set MASTER_ADDR to an address of the host where rank 0 runs"
+        raise UserError(f"{sentence}.", fix=fix) from None
     return str(address[0])
 
 
@@ -64,8 +63,8 @@ def resolve_own(name: str) -> str:
     addresses = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
     if not addresses:
         raise UserError(
-            f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and other "
-            "hosts cannot reach that address. Set MASTER_ADDR to one that they can reach."
+            f"{name} resolves to {address} on {socket.gethostname()}, which other hosts cannot reach.",
+            fix="set MASTER_ADDR to an address of that host, where rank 0 runs, that they can reach",
         )
     return addresses[0]
 
@@ -81,14 +80,14 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             why = f"{address} is not an address of {hostname}, where rank 0 runs"
-            raise UserError(f"{why}. Unset MASTER_ADDR, or set it to one of that host.") from None
+            raise UserError(f"{why}.", fix="unset MASTER_ADDR, or set it to one of that host") from None
         if error.errno == errno.EADDRINUSE and os.environ.get("MASTER_PORT"):
             why = f"MASTER_PORT={port} is in use on {hostname} ({address})"
-            raise UserError(f"{why}. Unset it to let mpiddp choose a free port.") from None
+            raise UserError(f"{why}.", fix="unset it, so that mpiddp chooses a free port") from None
         if error.errno == errno.EADDRINUSE:
             of_slurm = "which follows from the ids of Slurm's job and step"
             why = f"port {port}, {of_slurm}, is in use on {hostname} ({address})"
-            raise JobFailed(f"{why}. Start it again, or set MASTER_PORT to a free port.") from None
+            raise JobFailed(f"{why}.", fix="start the job again, or set MASTER_PORT to a free port") from None
         why = f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
         raise cause_of(error)(why) from None
 

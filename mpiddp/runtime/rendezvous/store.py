@@ -144,8 +144,8 @@ def connect_to_store(world: World, timeout_s: float) -> Store:
     except RuntimeError:
         raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach torch's store of rank 0 at "
-            f"{address} port {port} in {timeout_s:g} s. Check that rank 0 is "
-            "running, that no firewall blocks the port, and that no other program listens on it."
+            f"{address} port {port} in {timeout_s:g} s.",
+            fix="check that rank 0 is running, that no firewall blocks the port, and that no other program has it",
         ) from None
 
 

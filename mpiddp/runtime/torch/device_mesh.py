@@ -40,7 +40,8 @@ def mesh(*, tp_across_hosts: bool = False, device_type: str | None = None, **siz
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "mpiddp.mesh needs a process group. Call mpiddp.init() or torch.distributed.init_process_group before it."
+            "mpiddp.mesh needs a process group.",
+            fix="call mpiddp.init() or torch.distributed.init_process_group before it",
         )
     is_gloo, hostname = dist.get_backend() == "gloo", socket.gethostname()
     gpu = torch.accelerator.current_accelerator(check_available=True)
@@ -56,8 +57,8 @@ def mesh(*, tp_across_hosts: bool = False, device_type: str | None = None, **siz
     try:  # every rank has the same answers, so it comes to the same result
         if other := next((rank for rank, call in enumerate(calls) if call != calls[0]), 0):
             raise UserError(
-                f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with "
-                "the same arguments on all ranks."
+                f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}.",
+                fix="call it with the same arguments on all ranks",
             )
         # Several machines, such as containers, may have one name.
         hosts = names if len(set(names)) == len(set(machines)) else machines

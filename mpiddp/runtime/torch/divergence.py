@@ -62,8 +62,8 @@ def check_divergence(
     if not (dist.is_available() and dist.is_initialized()):
         if World.from_env().world_size > 1:
             raise UserError(
-                "mpiddp.check_divergence needs a process group of the ranks. Call "
-                "torch.distributed.init_process_group or mpiddp.init before it."
+                "mpiddp.check_divergence needs a process group of the ranks.",
+                fix="call torch.distributed.init_process_group or mpiddp.init before it",
             )
         return
     if dist.get_world_size(group) <= 1:  # -1 for a rank outside of the group
@@ -71,8 +71,8 @@ def check_divergence(
     tensors = _compared_tensors(model, optimizer, with_shards=group is not None)
     if not tensors:
         raise UserError(
-            "mpiddp.check_divergence: each rank has its own shard of every tensor, so there is nothing to "
-            "compare. Name the ranks that hold the same shards with group=, or leave the call out."
+            "mpiddp.check_divergence: each rank has its own shard of every tensor, so there is nothing to compare.",
+            fix="group=GROUP of the ranks that hold the same shards, or leave the call out",
         )
     device = next(iter(tensors.values())).device
     numbers = torch.stack([digest(tensor).to(device) for tensor in tensors.values()]).tolist()

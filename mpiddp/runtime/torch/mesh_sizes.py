@@ -85,8 +85,8 @@ def _require_inside_hosts(tp: int, hosts: Sequence[str]) -> None:
         if len(names := dict.fromkeys(hosts[rank] for rank in group)) > 1:
             raise UserError(
                 f"tp={tp} would form a group of ranks {', '.join(map(str, group))}, which are on "
-                f"{' and '.join(names)}: the ranks are not numbered host by host. Start them with mpiddp "
-                "launch, or with mpirun --map-by slot."
+                f"{' and '.join(names)}: the ranks are not numbered host by host.",
+                fix="mpiddp launch, or mpirun --map-by slot",
             )
 
 

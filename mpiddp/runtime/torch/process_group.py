@@ -138,8 +138,8 @@ def choose_backend(requested: str | None) -> str:
         raise UserError(f"backend {requested!r}: expected gloo or {of_gpu or 'nccl'}.")
     if requested == "nccl" and not torch.cuda.is_available():  # ROCm's GPUs are "cuda" too
         raise UserError(
-            f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on "
-            f"{socket.gethostname()}. Use --backend gloo, or run nvidia-smi there."
+            f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on {socket.gethostname()}.",
+            fix="--backend gloo, or run nvidia-smi there",
         )
     return requested or of_gpu or "gloo"
 
@@ -160,7 +160,6 @@ def device_of(world: World, backend: str) -> torch.device:
     if gpu is not None and index < gpus:
         return torch.device(gpu.type, index)
     raise UserError(
-        f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "
-        "ranks would share GPUs. Give it fewer slots in the hostfile, let each rank see all GPUs "
-        "(CUDA_VISIBLE_DEVICES), or use --backend gloo."
+        f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: ranks would share GPUs.",
+        fix="fewer slots in the hostfile, all GPUs visible to each rank (CUDA_VISIBLE_DEVICES), or --backend gloo",
     )
