@@ -27,7 +27,7 @@ from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.environment import LEFT_OUT, parse_exports, without_values
 from mpiddp.launch.plan.options import LaunchOptions, parse_options
 from mpiddp.launch.run.control import Exchange
-from mpiddp.launch.run.outcome_file import Report
+from mpiddp.launch.run.outcome_file import Report, print_outcome
 from mpiddp.launch.run.output import open_closed_streams
 from mpiddp.protocol.channel import DEFAULT_RANKS, encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         return _launch(argv)
     except (UserError, JobFailed, KeyboardInterrupt) as error:
         outcome = _refused(error)
-        outcome.log()
+        print_outcome(outcome)
         return outcome.code
 
 
@@ -88,13 +88,13 @@ def _launch(argv: list[str]) -> int:
         _say_left_out(hidden)
         return DONE
     job = Path(options.command[0]).name
-    reports, folder, plans = [Path(options.report)] if options.report else [], None, None
+    reports, folder, starts = [Path(options.report)] if options.report else [], None, None
     if options.detach:
         from mpiddp.watch.detached import detach
 
-        detached, plans = detach(re.sub(r"[^\w.-]", "_", job.removesuffix(".py")))
+        detached, starts = detach(re.sub(r"[^\w.-]", "_", job.removesuffix(".py")))
         job = detached.name
-        if plans is None:
+        if starts is None:
             print(job)
             log.info(f"the job goes on in the background. To follow its output: mpiddp logs -f {job}")
             return DONE
@@ -102,7 +102,7 @@ def _launch(argv: list[str]) -> int:
         folder = detached.folder
     printable = without_values(argv[: -len(options.command)], options.exports)
     again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *printable, *options.command]
-    report = Report(job, again, reports, options.on_end or (), folder, plans)
+    report = Report(job, again, reports, options.on_end or (), folder, starts)
     return _run_and_report(options, report)
 
 
@@ -118,7 +118,7 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
     repeated = (signal.SIGTERM, signal.SIGHUP) if outcome.code in (STOPPED, INTERRUPTED) else ()
     for number in repeated:
         signal.signal(number, lambda *_: None)  # the command of --on-end does not inherit a handler
-    outcome.log()
+    print_outcome(outcome)
     announced = outcome.announcement
     # The stdout of the rank that failed explains the failure, perhaps alone.
     is_kept = options.log_dir or announced.run_dir or options.log_ranks != DEFAULT_RANKS

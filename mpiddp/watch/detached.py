@@ -116,21 +116,21 @@ def detached_jobs() -> list[DetachedJob]:
 def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     """Fork a process for the job, which no terminal ends. Both processes return the job.
 
-    The job's process also gets a pipe, to which it writes as soon as its start is planned. The parent waits
+    The job's process also gets a pipe, to which it writes as soon as its mpirun has started. The parent waits
     for this. If the job is refused instead, the parent prints its log, and ends with its exit code.
     """
     job, lock = new_job(beginning)
     output = job.open_part(1)
-    planned, plans = os.pipe()
+    started, starts = os.pipe()
     if pid := os.fork():
-        for file in (output, lock, plans):
+        for file in (output, lock, starts):
             os.close(file)
         try:
-            is_planned = os.read(planned, 1)
+            has_started = os.read(started, 1)
         except KeyboardInterrupt:
             os.kill(pid, signal.SIGINT)
-            is_planned = b""
-        if is_planned:
+            has_started = b""
+        if has_started:
             return job, None
         _, status = os.waitpid(pid, 0)
         text = b"".join(filter(None, read_log(job, follows=False)))
@@ -142,10 +142,10 @@ def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, standard in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(file, standard)
-    for file in (nothing, output, planned):
+    for file in (nothing, output, started):
         os.close(file)
     threading.Thread(target=_limit, args=(job,), daemon=True).start()
-    return job, plans
+    return job, starts
 
 
 def _limit(job: DetachedJob) -> None:
@@ -186,7 +186,7 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
                 return job, locked_folder(job.folder, "lock")
     except OSError as error:
         why = f"cannot keep the job's output in {parent} ({error.strerror})"
-        raise cause_of(error)(f"--detach: {why}. Another folder: set XDG_STATE_HOME.") from None
+        raise cause_of(error)(f"--detach: {why}.", fix="set XDG_STATE_HOME to another folder") from None
     raise AssertionError
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpiddp.errors import DONE, STOPPED
-from mpiddp.launch import log
 from mpiddp.launch.judge.events import Announcement, Stop
 from mpiddp.text import signal_name
 
@@ -43,8 +41,3 @@ class Outcome(NamedTuple):
     announcement: Announcement = Announcement()
     made_steps: bool = False
     gpus: Sequence[Mapping[str, Any]] = ()  # the use of each rank's GPU, where it is known
-
-    def log(self) -> None:
-        """Print the verdict, and the known cause below it."""
-        for sentence in filter(None, (self.sentence, self.known_cause)):
-            (log.info if self.code in (DONE, STOPPED) else log.error)(sentence)

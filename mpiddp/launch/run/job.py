@@ -28,7 +28,7 @@ from mpiddp.launch.run.agents import STOP_AFTER, Agents, Launcher, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.log_folder import LogFolder
-from mpiddp.launch.run.outcome_file import Report
+from mpiddp.launch.run.outcome_file import Report, print_outcome
 from mpiddp.launch.run.watchers import WATCHERS
 from mpiddp.text import all_of, counted
 
@@ -51,7 +51,6 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         console = stack.enter_context(closing(Console(report.name)))
         with signals.interrupting():
             plan = make_plan(options, os.environ, logins=logins)
-        report.begin()
         folder = report.folder
         if options.log_dir:  # in it, a folder that no other launch uses
             folder = Path(options.log_dir, time.strftime(f"launch_%Y-%m-%d_%H.%M.%S_{os.getpid()}"))
@@ -145,6 +144,7 @@ class Job:
                 raise KeyboardInterrupt
         while not isinstance(started := start(self.launcher, self.plan), Agents):
             self.plan = plan_without(self.plan, started)
+        self.report.begin()
         return Attempt(started, WATCHERS)
 
     def next_move(self, latest: Outcome) -> Move:
@@ -173,7 +173,7 @@ class Job:
         if move is Move.GROW and latest.code == STOPPED:
             interrupted = _STOPPED  # all ranks have saved, so a stop loses no step
         else:
-            latest.log()
+            print_outcome(latest)
             self.past = self.past._replace(grows=self.past.grows and move is Move.RESTART)
         if move is Move.RESTART:
             self.past = self.past._replace(failures=self.past.failures + 1)
@@ -188,7 +188,7 @@ class Job:
         except (UserError, JobFailed) as error:
             if move is Move.RESTART:  # a host may be usable after the next pause
                 return Outcome(FAILED, str(error))
-            log.error(str(error))  # the hosts of the last attempt have just worked
+            log.error(f"{error}\nThe job goes on with the hosts of the last attempt, which have just worked.")
         hosts, announced = self.plan.request.hosts, self.past.announced
         if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:
             self.grown_from = before

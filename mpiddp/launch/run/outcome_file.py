@@ -27,10 +27,16 @@ _CAUSES = {DONE: "done", FAILED: "failed", BAD_INPUT: "bad_input", STOPPED: "sto
 _UNKNOWN = "exit_code error known_cause fix rank host run_dir checkpoint resume ended_at"
 
 
+def print_outcome(outcome: Outcome) -> None:
+    """Print the verdict, and the known cause below it."""
+    for sentence in filter(None, (outcome.sentence, outcome.known_cause)):
+        (log.info if outcome.code in (DONE, STOPPED) else log.error)(sentence)
+
+
 class Report:
     """The report of one job, in these files. The command `on_end` runs once, with the path of the first.
 
-    `folder` is the folder of a detached job. `plans` is a file to write to once the job is planned. Raises
+    `folder` is the folder of a detached job. `starts` is a file to write to once the job starts. Raises
     UserError or JobFailed if a file cannot be written, or if `on_end` is no program.
     """
 
@@ -41,9 +47,9 @@ class Report:
         paths: Sequence[Path] = (),
         on_end: Sequence[str] = (),
         folder: Path | None = None,
-        plans: int | None = None,
+        starts: int | None = None,
     ) -> None:
-        self.name, self.command, self.folder, self._plans = name, command, folder, plans
+        self.name, self.command, self.folder, self._starts = name, command, folder, starts
         self._paths, self._on_end = list(paths), on_end
         self._facts: dict[str, Any] = {
             "name": name,
@@ -62,10 +68,11 @@ class Report:
         self._write(is_first=True)
 
     def begin(self) -> None:
-        """End the `mpiddp launch --detach` of the terminal, because the start is planned."""
-        if self._plans is not None:
-            os.write(self._plans, b"\n")
-            os.close(self._plans)
+        """End the `mpiddp launch --detach` of the terminal, because the job has started."""
+        if self._starts is not None:
+            os.write(self._starts, b"\n")
+            os.close(self._starts)
+            self._starts = None
 
     def add(self, began_at: float, hosts: Sequence[str], outcome: Outcome) -> None:
         """Add an attempt that has just ended. `hosts` has the host of each rank."""
