@@ -259,7 +259,7 @@ def test_going_back(here):
     here.train(*train, "--out=older", "--stop-at-step=3", *SAVE_ALL).assert_code(75)
     back = (*train, "--out=older", "--keep=9")
     refused = here.train(*back, f"--resume={step_folder(older, 1)}")
-    refused.assert_refused("is of this run.* mpiddp checkpoints rewind .*older STEP")
+    refused.assert_refused(r"is of this run\.\n.* mpiddp checkpoints rewind .*older STEP")
     for stop in (2, 2, 3):
         if stop == 2:
             here.run("checkpoints", "rewind", "older", "1").assert_ok()
@@ -451,7 +451,7 @@ DIFFERENT = {
     "folder": r"folder differs: new-0 on rank 0 on \S+, new-1 on rank 1 on ",
     "width": r"config\['width'\] differs: 0 on rank 0 on \S+, 1 on rank 1 on ",
     "step": r"different steps: save\(2, …\) on rank 0 on \S+, save\(3, …\) on rank 1 on ",
-    "restart": r"begin anew in new-1, which has no checkpoint: the run before it wrote to new-0\. ",
+    "restart": r"begin anew in new-1, which has no checkpoint: the run before it wrote to new-0\.",
 }
 
 

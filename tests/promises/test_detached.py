@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.machine import executable
 from tests.support.patience import eventually
 from tests.support.place import Here, program
 from tests.support.terminal import in_a_terminal
@@ -189,6 +190,15 @@ def test_a_wrong_option_starts_nothing(here, options, text):
         assert (done.code, done.stdout) == (2, "")
         assert text in done.stderr
         assert not [*here.folder.glob("state/mpiddp/jobs/*")]
+
+
+def test_an_mpirun_that_does_not_start(here):
+    """`--detach` returns once mpirun has started; until then, what fails is said at the terminal."""
+    mpirun = executable(here.folder / "mpirun", 'echo "mpirun (Open MPI) 5.0.11"; rm -f "$0"')
+    job = ("--mpirun", mpirun, "-n", "1", here.script("print('ran')"))
+    done = here.run("launch", "--detach", *job).assert_code(2)
+    assert (done.stdout, done.said[-1]) == ("", f"cannot start {mpirun}: No such file or directory.")
+    assert not [*here.folder.glob("state/mpiddp/jobs/*")]
 
 
 def test_a_full_disk_starts_nothing(here):

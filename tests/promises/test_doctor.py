@@ -87,7 +87,7 @@ def test_doctor_names_a_hang_of_its_job(hosts):
     assert job.process.poll() is None
     done = job.wait().assert_code(1)
     (line,) = [line for line in done.lines if re.match(r"fail +job", line)]
-    assert "rank 1 on node1" in line, done.stdout + done.stderr
+    assert "hung and was stopped: rank 1 on node1" in line, done.stdout + done.stderr
 
 
 OWN_TMP = beside_the_checkout("mount -t tmpfs own /tmp", "/tmp")

@@ -633,7 +633,7 @@ def test_one_machine_under_two_names(hosts):
     address = hosts["node1"].address
     where = ("-H", f"node1:1,{address}:1,node0:1")
     (sentence,) = hosts.run("launch", *where, program("alone.py")).refusals
-    assert sentence.endswith(f"{address} and node1 are the same machine. Merge them into one.")
+    assert sentence.endswith(f"{address} and node1 are the same machine.\n{FIX}merge them into one")
 
 
 def test_hosts_that_come_up_late(hosts):

@@ -719,7 +719,7 @@ def test_read_only_folder_is_refused(here):
     job = here.script("import mpiddp; mpiddp.Checkpoints('run').resume()")
     launch = (*LAUNCH, *here.where(1), "--max-restarts", "2", job)
     done = here.run("unshare", "-m", "sh", "-c", mount, "sh", *launch)
-    refused = done.assert_refused(r"Read-only file system\. Name another folder\.")
+    refused = done.assert_refused(r"Read-only file system\.\n  fix: name another folder")
     assert "restart" not in refused.stderr
 
 

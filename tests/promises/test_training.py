@@ -242,7 +242,7 @@ def test_hsdp_shards_within_a_host(hosts):
     """hsdp has the losses of ddp, and shards within each host. Hosts with unequal ranks are refused."""
     halves_the_state(hosts, partial(hosts.fork, "node0:2,node1:2"), 4, "hsdp")
     unequal_hosts = hosts.fork("node0:3,node1:1", "train", *SYNTHETIC, "--parallel=hsdp")
-    unequal_hosts.assert_refused(r"ranks of a host differs: 3 \(rank 0\), 1 \(rank 3\)\. ")
+    unequal_hosts.assert_refused(r"ranks of a host differs: 3 \(rank 0\), 1 \(rank 3\)\.")
 
 
 def test_hosts_with_unequal_ranks(hosts):

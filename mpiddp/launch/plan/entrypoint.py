@@ -43,12 +43,9 @@ def refuse_misplaced(
         program = ["-m", name] if kind == "module" else [name]
         right = shlex.join([*verb.split(), *before, *moved, *program, *kept])
         python = shlex.join(["python", *program, *arguments])
-        come, they_go, them = "comes", "it goes", "it"
-        if len(flags) > 1:
-            come, they_go, them = "come", "they go", "them"
         raise UserError(
-            f"{all_of(flags)} {come} after {name}, so {they_go} to {name}, which does not mention {them}.",
-            fix=f"{right}\n{FIX}if {name} takes {them} all the same: mpiddp launch … -- {python}",
+            f"{name} does not mention {all_of(flags)}, and an option after {name} goes to {name}.",
+            fix=f"{right}\n{FIX}if {name} takes it all the same: mpiddp launch … -- {python}",
         )
 
 

@@ -53,11 +53,6 @@ class Plan(NamedTuple):
     request: Request
 
     @property
-    def named(self) -> Hosts:
-        """The hosts to choose from."""
-        return self.past.named
-
-    @property
     def shared_names(self) -> set[str]:
         """The names that several hosts call themselves. Only the hostfile tells such hosts apart."""
         counts = Counter(info.hostname for info in self.checked.infos.values())
@@ -66,7 +61,7 @@ class Plan(NamedTuple):
     @property
     def holds(self) -> bool:
         """Whether its agents wait for a restart: a host that was left out may join only in new agents."""
-        has_all = len(self.hosts.hosts) == len(self.named.hosts)
+        has_all = len(self.hosts.hosts) == len(self.past.named.hosts)
         return has_all and self.past.failures < self.options.max_restarts
 
     def key_of(self, name: str) -> str:
@@ -110,7 +105,7 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     Raises JobFailed with their sentences if too few are left.
     """
     by_key = {plan.key_of(name): why for name, why in failures.items()}
-    complaints = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
+    complaints = {host: by_key[host.key] for host in plan.past.named.hosts if host.key in by_key}
     checked = plan.checked._replace(complaints={**plan.checked.complaints, **complaints})
     try:
         return _plan(plan.options, plan.request.environment, plan.starter, plan.past, checked)
@@ -309,7 +304,7 @@ def search_once(plan: Plan) -> list[str]:
         if not new or len(usable) - options.spares <= len(plan.hosts.usable):
             return []
         forget_addresses()
-        together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
+        together = replace(plan.past.named, hosts=(*plan.hosts.usable[:1], *new))
         checked = run_preflight(options, together, plan.starter, plan.request.environment)
     except (UserError, JobFailed, OSError):
         return []

@@ -97,7 +97,7 @@ class Job:
 
     def attempt(self) -> Outcome:
         """Run the latest plan. If a host has ended two attempts in a row, later attempts avoid it."""
-        past, began_at = self.past._replace(named=self.plan.named), time.time()
+        past, began_at = self.past._replace(named=self.plan.past.named), time.time()
         self.plan = self.plan._replace(past=past)
         try:
             attempt = self._begin()
@@ -212,7 +212,7 @@ class Job:
         self._heed_stop(self.pause_s)
         forget_addresses()
         with self.launcher.signals.interrupting():
-            named = self.plan.named
+            named = self.plan.past.named
             try:
                 named = read_hosts(self.options, os.environ, is_first=False)
             except (UserError, JobFailed) as error:
@@ -229,7 +229,7 @@ class Job:
     def _fits(self, named: Hosts) -> bool:
         """Whether the agents that wait can make the next attempt, on these hosts."""
         plan, waiting, most = self.plan, self.waiting, self.past.announced.max_ranks
-        if waiting is None or named != plan.named:
+        if waiting is None or named != plan.past.named:
             return False
         if complaints := waiting.record.complaints:
             log.error(complaints)

@@ -19,6 +19,7 @@ from mpiddp.protocol.group import TimedSelector
 from mpiddp.runtime.function import received_call
 from mpiddp.runtime.job.connection import Server
 from mpiddp.spawning.spawn import pickled_call
+from mpiddp.text import FIX
 from mpiddp.world import World
 from tests.support.channels import connect, cut
 from tests.support.errors import error
@@ -34,8 +35,8 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"MPIDDP_JOB": "ab"}, "of mpiddp. Call it once"),
-        ({"MPIDDP_RUN_ID": "1", "TORCHELASTIC_RUN_ID": "1"}, "of mpiddp. Call it once"),
+        ({"MPIDDP_JOB": "ab"}, f"of mpiddp.\n{FIX}call it once"),
+        ({"MPIDDP_RUN_ID": "1", "TORCHELASTIC_RUN_ID": "1"}, f"of mpiddp.\n{FIX}call it once"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "rank 1 of 2 (hydra)"),
     ],
 )
@@ -54,7 +55,7 @@ def test_what_cannot_be_pickled_is_named():
         (print, (1, lock), " print, "),
         (partial(print, lock), (), " print, "),
     ):
-        sentence = error("Create it", name, ": TypeError: ", "object. ")
+        sentence = error("create the object", name, ": TypeError: ", "object. ")
         with pytest.raises(UserError, match=f"^{sentence}$"):
             pickled_call(partial(function, *args))
 

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.text import FIX
 from mpiddp.train import data
 from mpiddp.train.data import (
     DATASETS,
@@ -245,9 +246,9 @@ def test_a_missing_file_is_named(source_of_five, tmp_path):
     row = source_of_five
     *_, last = row.files
     (tmp_path / row.folder / last).unlink()
-    with pytest.raises(UserError, match=f"{last} is missing; remove "):
+    with pytest.raises(UserError, match=rf"{last} is missing\.\n{FIX}remove "):
         row.read(tmp_path)
-    with pytest.raises(UserError, match=rf"no {row.title} .* in /none; copy "):
+    with pytest.raises(UserError, match=rf"no {row.title} .* in /none\.\n{FIX}copy "):
         row.read(Path("/none"))
 
 
