@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 # A host that gets this sentence is refused, because NCCL would not work there either.
 NO_ANSWER = (
-    "{name}: nvidia-smi (or rocm-smi) does not answer. Repair the driver, or set CUDA_VISIBLE_DEVICES= to "
-    "run without GPUs."
+    "{name}: nvidia-smi (or rocm-smi) does not answer.\n  fix: repair the driver, or run without GPUs: "
+    "-x CUDA_VISIBLE_DEVICES="
 )
 _MOST_BYTES = 16 << 20  # of a tool's output; a kernel's log may have so many
 # NVIDIA's driver lists its GPUs, also in a container without nvidia-smi, and the container may use these

@@ -306,7 +306,7 @@ def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"")
     Raises UserError if rsync is not installed here, or JobFailed.
     """
     if shutil.which("rsync") is None:
-        raise UserError(pushed.NO_RSYNC.format("here", ""))
+        raise UserError(pushed.NO_RSYNC.format("here"))
     with config_file([host], transport) as config:
         program, *options = ("ssh", "-F", config, "--") if transport.is_ssh else transport.agent
         agent = " ".join((program, *transport.at_once, *options))

@@ -16,7 +16,7 @@ from mpiddp.files import read_limited
 
 SENT = ".mpiddp-sent"  # a file in a folder: the packed paths that pushes have sent to this host
 _LONGEST_LIST = 15 << 20  # bytes, less than the most that a login may print
-NO_RSYNC = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
+NO_RSYNC = "rsync is not installed {}.\n  fix: sudo apt-get install rsync"
 
 
 def has(folder: str) -> str | bool:
@@ -56,4 +56,4 @@ def prepare(folders: Sequence[str]) -> str | list[str]:
 
 
 def _why_not() -> str:
-    return "" if shutil.which("rsync") else NO_RSYNC.format("there", " there")
+    return "" if shutil.which("rsync") else NO_RSYNC.format("there")

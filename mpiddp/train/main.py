@@ -728,7 +728,7 @@ def main(argv: list[str] | None = None) -> int:
             with open_checkpoints(training) as checkpoints:
                 return training.run(checkpoints)
         except torch.OutOfMemoryError as error:
-            raise mpiddp.JobFailed(out_of_memory(error, options, config)) from error
+            raise mpiddp.JobFailed(str(error), fix=half_the_memory(options, config)) from error
 
 
 def open_checkpoints(training: Trainer) -> mpiddp.Checkpoints:
@@ -816,12 +816,12 @@ def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
             raise mpiddp.UserError(f"{name} differs: {listed}.", fix=fix)
 
 
-def out_of_memory(error: BaseException, options: argparse.Namespace, config: Config) -> str:
-    """The sentence for a GPU whose memory is full. It says how to keep the global batch."""
+def half_the_memory(options: argparse.Namespace, config: Config) -> str:
+    """The options that keep the global batch, for a GPU whose memory is full."""
     place = " in the place of --batch-size" if options.batch_size else ""
     batch = f"--global-batch-size {config.global_batch_size}"
     passes = f"{batch} --grad-accum-steps {2 * config.grad_accum_steps}{place}"
-    return f"{error} The same global batch in half of the memory: {passes}."
+    return f"for the same global batch in half of the memory: {passes}"
 
 
 # --- files ---

@@ -116,8 +116,8 @@ def find_job(name: str | None) -> RunningJob:
             where = detached.report().get("launched_on")
             if detached.is_running:
                 is_here = where == socket.gethostname()
-                state = "starts or ends now." if is_here else f"runs on {where}. Log in there."
-                raise UserError(f"job {name} {state}")
+                state, fix = ("starts or ends now", "") if is_here else (f"runs on {where}", "log in there")
+                raise UserError(f"job {name} {state}.", fix=fix)
             raise HasEnded(detached.ending)
     if not jobs:
         raise UserError("no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended.")

@@ -271,7 +271,8 @@ def test_push_and_pull_need_rsync(hosts, file, project):
         for verb in ("push", "pull"):
             done = hosts.run("hosts", verb, file, project)
             assert done.code != 0
-            assert "node1: rsync is not installed there. Run there: " in done.stdout + done.stderr
+            said = done.stdout + done.stderr
+            assert "node1: rsync is not installed there.\n  fix: sudo apt-get install rsync\n" in said
     assert not node1.path(project).exists()
 
 

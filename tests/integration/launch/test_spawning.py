@@ -74,7 +74,7 @@ def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch):
     ("keywords", "id", "values"),
     [
         ({"max_restart": 1}, "--help", ["--max-restart"]),
-        ({"dry_run": True}, "Leave it out", ["mpiddp.spawn: --dry-run "]),
+        ({"dry_run": True}, "leave it out", ["mpiddp.spawn: --dry-run "]),
         # Without its quiet, the launcher says that it uses this machine.
         ({"quiet": True, "exclude": ["n4", "localhost"]}, "is not in", ['--exclude: "n4" ']),
     ],
