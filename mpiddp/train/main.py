@@ -352,8 +352,7 @@ class Trainer(Training):
             self.scored = torch.compile(self.model)  # type: ignore[assignment]
         self.log_every = config.log_every
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
-        self._laps: list[float] = []  # the seconds of steps, since they were last read
-        self._by_side: dict[int, list[float]] = {}  # and all of them, by the side of their images
+        self._by_side: dict[int, list[float]] = {}  # the seconds of all steps, by the side of their images
         self._started_at = time.monotonic()
 
     def seed(self) -> None:
@@ -462,14 +461,11 @@ class Trainer(Training):
         return mpiddp.should_stop() or made.number == self.config.stop_at_step
 
     def report(self, made: Step) -> None:
-        number, before, began = made.number - self._first, self.train_loss, self._began
-        self._began = time.perf_counter()
-        self._laps.append(self._began - began)
+        number, before = made.number - self._first, self.train_loss
         if number == STARTUP_STEPS + 1:  # forget the first steps, which are slow
-            self._read_clock(made.side)
-            self._by_side = {made.side: self._by_side[made.side][-1:]}
+            self._seconds, self._by_side = [], {}
         if number == 2 * STARTUP_STEPS:
-            self._read_clock(made.side)
+            self.read_clock(made)
             left = duration(self.seconds_left(made.number))
             log.info(f"{self.num_steps - made.number:,} steps to come, in about {left}")
         super().report(made)
@@ -482,22 +478,10 @@ class Trainer(Training):
         if self.config.check_divergence and made.number % self.config.check_divergence == 0:
             self.check_divergence(made.number)
 
-    def step_time(self, made: Step) -> float:
-        self._read_clock(made.side)
-        return mean(self._by_side[made.side][self._reported - made.number :])
-
-    def _read_clock(self, side: int) -> None:
-        """Read the times of the steps since the last call, whose images have this side.
-
-        A GPU computes later than its host asks, so only the mean of such steps is known.
-        """
-        laps, self._laps = self._laps, []
-        if laps and self.device.type == "cuda":
-            torch.cuda.synchronize()
-            laps[-1] += time.perf_counter() - self._began
-            laps = [mean(laps)] * len(laps)
-        self._by_side.setdefault(side, []).extend(laps)
-        self._began = time.perf_counter()
+    def read_clock(self, made: Step) -> list[float]:
+        seconds = super().read_clock(made)
+        self._by_side.setdefault(made.side, []).extend(seconds)
+        return seconds
 
     def left(self, made: Step) -> str:
         return f"  {duration(self.seconds_left(made.number))} left"
@@ -527,7 +511,6 @@ class Trainer(Training):
         with mpiddp.together():  # the ranks with other shards end, too
             same = parallel.ranks_with_same_shards(self.model)
             mpiddp.check_divergence(self.model, self.optimizer, step=step, group=same)
-        self._began = time.perf_counter()
 
     def changed_to_score(self) -> Mapping[str, Tensor]:
         return self.average or super().changed_to_score()
@@ -537,7 +520,6 @@ class Trainer(Training):
         if interval and step % interval:
             self.check_divergence(step)
         super().save(checkpoints, step)
-        self._began = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
         state = {**super().state(), "scaler": self.scaler.state_dict()}
@@ -576,7 +558,7 @@ class Trainer(Training):
         )
         if config.compile == "on":
             log.info("compiling the model takes a minute; --compile off trains without a delay")
-        self._first, self._began = step, time.perf_counter()
+        self._first = step
         return step
 
     def load(self, saved: mpiddp.Resumed) -> None:

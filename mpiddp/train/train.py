@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class Step:
     side: int  # pixels of its images
     lr: float
     loss_sum: Tensor  # of this rank's images: a scalar on the device
+    seconds: float  # on the host; a GPU may compute later, see `Training.read_clock`
     ends_epoch: bool
     is_last: bool  # of the training
 
@@ -127,7 +129,8 @@ class Training:
         self.ddp = self.parallelize()  # a step calls this module
         self.scored = self.model  # an evaluation calls this module
         self.optimizer = self.build_optimizer()
-        self._loss_sum, self._reported, self._began = torch.zeros((), device=self.device), 0, 0.0
+        self._loss_sum, self._reported = torch.zeros((), device=self.device), 0
+        self._seconds: list[float] = []  # of the steps since the clock was last read
         self.train_loss: float | None = None
         self.last_score: Score | None = None
         self.seed()
@@ -202,7 +205,7 @@ class Training:
             passes = [numbers for of_step in indices for numbers in of_step]
             batches = self.data.train.batches(passes, epoch=epoch)
             while step < (epoch + 1) * self.length:
-                lr = self.learning_rate(step)
+                began, lr = time.perf_counter(), self.learning_rate(step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 self.optimizer.zero_grad()
@@ -218,8 +221,8 @@ class Training:
                     loss_sum += loss.detach()
                 self.update(step)
                 step += 1
-                ends_epoch = step % self.length == 0
-                yield Step(step, epoch, side, lr, loss_sum, ends_epoch, step == self.num_steps)
+                ends_epoch, seconds = step % self.length == 0, time.perf_counter() - began
+                yield Step(step, epoch, side, lr, loss_sum, seconds, ends_epoch, step == self.num_steps)
 
     def loss(self, images: Tensor, labels: Tensor, step: int) -> Tensor:
         """The sum of the losses of these images; an image whose label is IGNORED has none: a scalar."""
@@ -252,11 +255,11 @@ class Training:
                 labels = labels.masked_fill(is_beyond.to(self.device), IGNORED)
                 parts, shown = zip(*datasets.views_of(images, views), strict=True)
                 by_view = [self.scored(view).float() for view in shown]  # first the image itself
-                mean = sum(part * logits for part, logits in zip(parts, by_view, strict=True))
+                mixed = sum(part * logits for part, logits in zip(parts, by_view, strict=True))
                 totals[0] += (by_view[0].argmax(1) == labels).sum()
                 totals[1] += F.cross_entropy(by_view[0], labels, reduction="sum")
                 totals[2] += (labels != IGNORED).sum()
-                totals[3] += (mean.argmax(1) == labels).sum()
+                totals[3] += (mixed.argmax(1) == labels).sum()
         dist.all_reduce(totals)
         accuracy, loss, _, of_views = (totals / totals[2]).tolist()
         return Score(accuracy, loss, of_views)
@@ -267,7 +270,6 @@ class Training:
     def run(self, checkpoints: mpiddp.Checkpoints) -> int:
         """Train to the end, or until a stop is requested, and save the last step. Returns the exit code."""
         self.step = self._reported = self.resume(checkpoints)
-        self._began = time.perf_counter()
         for made in self.steps(self.step):
             self.step = made.number
             is_due = checkpoints.due(made.number)  # asked first, because a stop is due as well
@@ -289,12 +291,13 @@ class Training:
     def report(self, made: Step) -> None:
         """Print and record the mean loss and the speed of the last steps. A collective."""
         self._loss_sum += made.loss_sum
+        self._seconds.append(made.seconds)
         mpiddp.progress(made.number, self.num_steps)
         if made.number % self.log_every and not made.ends_epoch:
             return
         dist.all_reduce(self._loss_sum)
         images = (made.number - self._reported) * self.global_batch_size
-        step_s, loss = self.step_time(made), self._loss_sum.item() / images
+        step_s, loss = mean(self.read_clock(made)), self._loss_sum.item() / images
         speed = self.global_batch_size / step_s
         values = {"lr": made.lr, "train_loss": loss, "images_per_s": speed, "step_time_s": step_s}
         mpiddp.log_metrics(made.number, epoch=made.epoch, **values)
@@ -303,11 +306,16 @@ class Training:
         log.info(f"{at}  {line}")
         self.train_loss = loss
         self._loss_sum.zero_()
-        self._reported, self._began = made.number, time.perf_counter()
+        self._reported = made.number
 
-    def step_time(self, made: Step) -> float:
-        """The mean seconds of the steps since the last report."""
-        return (time.perf_counter() - self._began) / (made.number - self._reported)
+    def read_clock(self, made: Step) -> list[float]:
+        """The seconds of each step since the last call, up to this one. Of a GPU, only their mean is known."""
+        seconds, self._seconds = self._seconds, []
+        if seconds and self.device.type == "cuda":
+            began = time.perf_counter()
+            torch.cuda.synchronize()
+            seconds = [(sum(seconds) + time.perf_counter() - began) / len(seconds)] * len(seconds)
+        return seconds
 
     def left(self, made: Step) -> str:
         return ""
@@ -322,7 +330,6 @@ class Training:
         by_views = f" ({score.accuracy_of_views:.2%} by {views} views)" if views > 1 else ""
         line = f"test accuracy {score.accuracy:.2%}{by_views}{self.left(made)}"
         log.info(f"epoch {made.epoch + 1}/{self.recipe.epochs}  {line}")
-        self._began = time.perf_counter()
 
     def save(self, checkpoints: mpiddp.Checkpoints, step: int) -> None:
         """Start to save a checkpoint. The rate and the order of images follow from the step. A collective."""
