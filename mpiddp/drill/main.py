@@ -20,7 +20,7 @@ from pathlib import Path
 from mpiddp.arguments import OUT, Option, as_arguments, whole
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.findings import Result, judge, judge_undisturbed
-from mpiddp.drill.rehearse import Drill, LaunchCommand
+from mpiddp.drill.rehearse import Drill
 from mpiddp.errors import DONE, FAILED, UserError, named_by, print_error
 from mpiddp.launch.plan.job_plan import make_plan
 from mpiddp.launch.plan.options import LaunchOptions, option_parser, parse_options
@@ -37,37 +37,35 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: bad input, found before anything started.
     """
-    options, command = _parse(argv)
+    options, drill = _parse(argv)
     # An exit, and not a death by the signal, also ends the launcher of the run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    seed = options.seed if options.seed is not None else random.randrange(1000)
-    work = _new_folder(options.work, command)
     results = list[Result]()
     try:
-        for result in _results(Drill(command, work, options.steps, seed), options.only):
+        for result in _results(drill, options.only):
             results.append(result)
             why = result.cause and f": {result.cause}"
             number = f"{len(results)}/{len(options.only) + 1}"
             _say(f"{number} {result.fault}: {_VERDICTS[result.passed]}{why}")
     except BaseException:  # Ctrl-C
-        _say(f"what the runs printed and wrote: {work}")
+        _say(f"what the runs printed and wrote: {drill.work}")
         raise
     rows = {"results": [*map(asdict, results)]}
     print(as_json("drill", rows) if options.json else table(results))
     # A fault that needs more ranks is left out. Each other one has to pass.
-    possible = {fault.name for fault in options.only if command.has_ranks_for(fault)}
+    possible = {fault.name for fault in options.only if drill.has_ranks_for(fault)}
     passed = {result.fault for result in results if result.passed}
     needed = possible or {fault.name for fault in options.only}
     failed = not results[0].passed or not needed <= passed
     if failed or options.work:
-        _say(f"what the runs printed and wrote: {work} (--seed {seed})")
+        _say(f"what the runs printed and wrote: {drill.work} (--seed {drill.seed})")
     else:
-        shutil.rmtree(work)
+        shutil.rmtree(drill.work)
     return FAILED if failed else DONE
 
 
 def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
-    if not drill.command.names_folder:
+    if not drill.names_folder:
         _say(f"no argument has {OUT}: each run begins in an empty folder, without your files")
     undisturbed = drill.undisturbed()
     yield judge_undisturbed(undisturbed)
@@ -77,7 +75,7 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
     if undisturbed.codes != (DONE,) or not steps:
         return
     for fault in faults:
-        if not drill.command.has_ranks_for(fault):
+        if not drill.has_ranks_for(fault):
             yield Result(fault.name, None, "left out: it needs two ranks")
         else:
             yield judge(undisturbed, fault, drill.run(fault, undisturbed))
@@ -92,8 +90,8 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([align_columns(rows), *sentences])
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, LaunchCommand]:
-    """The options of the drill, and the command that it runs."""
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, Drill]:
+    """The options, and the drill that they choose."""
     parser = option_parser()
     names = LaunchOptions.__dataclass_fields__
     of_launch = [action for action in parser._actions if action.dest in names]
@@ -121,18 +119,18 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, LaunchCommand]:
     ):
         option.add_to(group)
     values = parser.parse_args(argv)
-    return values, _command(values, of_launch)
+    return values, _drill(values, as_arguments(of_launch, values))
 
 
-def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> LaunchCommand:
-    """The command of the parsed options of `mpiddp launch`. Its hosts are checked, as before any start.
+def _drill(values: argparse.Namespace, launch: list[str]) -> Drill:
+    """The drill of a job with these options of `mpiddp launch`. Its hosts are checked, as before any start.
 
     Raises:
         UserError: an invalid option, a script that does not exist, a host that cannot be used.
     """
     job = [*(["-m", *values.module] if values.module else ()), *values.script]
     # The options of the launch are checked before there is a folder for {out}.
-    argv = [word.replace(OUT, ".") for word in (*as_arguments(actions, values), *job)]
+    argv = [word.replace(OUT, ".") for word in (*launch, *job)]
     options = parse_options(argv, "mpiddp drill")
     if options.job[0] == "--":
         raise UserError(
@@ -144,8 +142,9 @@ def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> 
     placed = make_plan(options, os.environ).request.hosts
     if not values.module:  # the script runs in another working folder
         job = [os.path.abspath(job[0]), *job[1:]]  # noqa: PTH100, because a link stays a link
-    launch = tuple(as_arguments(actions, values))
-    return LaunchCommand(launch, tuple(job), placed.world_size, len(placed.hosts) > 1)
+    seed = values.seed if values.seed is not None else random.randrange(1000)
+    work = _new_folder(values.work, is_shared=len(placed.hosts) > 1)
+    return Drill(launch, job, placed.world_size, work, values.steps, seed)
 
 
 def _faults(text: str) -> tuple[Fault, ...]:
@@ -155,11 +154,11 @@ def _faults(text: str) -> tuple[Fault, ...]:
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 
-def _new_folder(named: str | None, command: LaunchCommand) -> Path:
+def _new_folder(named: str | None, *, is_shared: bool) -> Path:
     """The folder that the user names, else a temporary one. Several hosts share the working folder."""
     with named_by("--work" if named else ""):
         if named is None:
-            parent = Path.cwd() if command.has_hosts else None
+            parent = Path.cwd() if is_shared else None
             return Path(tempfile.mkdtemp(prefix="mpiddp-drill-", dir=parent))
         work = Path(named).absolute()
         work.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,29 +27,6 @@ _LEAST_S = 60.0  # for any other command, or four times the time of the undistur
 _END_S = 5.0  # after the launcher, the other processes may take this time to end
 _POLL_S = 0.02
 _LONGEST_ERROR = 160  # characters
-
-
-@dataclass(frozen=True)
-class LaunchCommand:
-    """The command of the user: the options of `mpiddp launch`, and the job with its arguments."""
-
-    options: tuple[str, ...]
-    job: tuple[str, ...]  # the script, or -m and the module
-    ranks: int
-    has_hosts: bool  # whether it runs on other hosts than this one
-
-    @property
-    def names_folder(self) -> bool:
-        return any(OUT in argument for argument in self.job)
-
-    def has_ranks_for(self, fault: Fault) -> bool:
-        return self.ranks > fault.fewer
-
-    def arguments(self, out: Path, report: Path, *, fewer: int = 0) -> list[str]:
-        """The arguments of `mpiddp` for a run in `out`, with a report and so many ranks less."""
-        size = ["-n", str(self.ranks - fewer)] if fewer else []
-        job = [argument.replace(OUT, str(out)) for argument in self.job]
-        return ["launch", *self.options, *size, "--report", str(report), *job]
 
 
 class Ended(NamedTuple):
@@ -84,15 +62,25 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Drill:
-    """Rehearsals of one command, each in a new folder below `work`.
+    """Rehearsals of the user's command, each in a new folder below `work`.
 
+    options: of `mpiddp launch`. job: the script, or -m and the module, with its arguments.
     last: the step after which every run ends; 0 if the script ends by itself.
     """
 
-    command: LaunchCommand
+    options: Sequence[str]
+    job: Sequence[str]
+    ranks: int
     work: Path
     last: int
     seed: int
+
+    @property
+    def names_folder(self) -> bool:
+        return any(OUT in argument for argument in self.job)
+
+    def has_ranks_for(self, fault: Fault) -> bool:
+        return self.ranks > fault.fewer
 
     def undisturbed(self) -> Rehearsal:
         return self._rehearse(UNDISTURBED, FaultPlan(last=self.last), UNDISTURBED_S)
@@ -104,7 +92,7 @@ class Drill:
         # After two saves, a damaged checkpoint can give way to an older one.
         early = max(length // 2, saved[min(1, len(saved) - 1)] + 1 if saved else 0)
         step = max(1, rng.randint(min(early, length - 1), length - 1))
-        plan = FaultPlan(fault.number, rng.randrange(self.command.ranks), step, self.last)
+        plan = FaultPlan(fault.number, rng.randrange(self.ranks), step, self.last)
         return self._rehearse(fault, plan, max(_LEAST_S, 4 * undisturbed.seconds))
 
     def _rehearse(self, fault: Fault, plan: FaultPlan, limit_s: float) -> Rehearsal:
@@ -114,7 +102,7 @@ class Drill:
         records.mkdir(parents=True)
         out.mkdir()
         # Relative paths of a script without {out} must not reach the user's files.
-        plan = replace(plan, folder="" if self.command.names_folder else str(out))
+        plan = replace(plan, folder="" if self.names_folder else str(out))
         (records / PLAN).write_text(json.dumps(vars(plan)), encoding="utf-8")
         since = time.monotonic()
         run = partial(self._run, folder, limit_s)
@@ -135,11 +123,13 @@ class Drill:
         path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
         variables = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
         errors, printed, report = (folder / f"{label}.{end}" for end in ("err", "out", "json"))
+        size = ["-n", str(self.ranks - fewer)] if fewer else []
+        job = [argument.replace(OUT, str(out)) for argument in self.job]
         with (
             printed.open("w", encoding="utf-8") as stdout,
             errors.open("w", encoding="utf-8") as stderr,
             subprocess.Popen(
-                [sys.executable, *OURS, *self.command.arguments(out, report, fewer=fewer)],
+                [sys.executable, *OURS, "launch", *self.options, *size, "--report", str(report), *job],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
