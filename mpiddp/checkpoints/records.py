@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.retention import METRICS, records_in, scores_in
+from mpiddp.checkpoints.retention import METRICS
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
@@ -68,11 +68,15 @@ class RunRecords:
         if not is_writer:
             return
         try:
-            lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-            kept = [line for line in lines if _step_of(line) <= step]
+            lines, kept = path.read_bytes().splitlines(keepends=True) if path.is_file() else [], []
+            for line in lines:
+                record = _record_in(line)
+                if type(at := record.get("step", "")) in (int, float) and at <= step:
+                    kept.append(line)
+                    if type(score := record.get(self._metric, "")) in (int, float):
+                        self.scores[int(at)] = score
             if kept != lines:
                 replace_file(path, b"".join(kept))
-            self.scores |= scores_in(path, self._metric) if self._metric else {}
         except OSError as error:
             self._warn(error)
 
@@ -97,8 +101,8 @@ class RunRecords:
 
     def began_at(self) -> float:
         """When the run began, in seconds since 1970: the time of its first note."""
-        with contextlib.suppress(OSError):
-            return next((record["at"] for record in records_in(self.dir.attempts)), time.time())
+        with contextlib.suppress(OSError), self.dir.attempts.open("rb") as lines:
+            return next((record["at"] for record in map(_record_in, lines) if "at" in record), time.time())
         return time.time()
 
     def _warn(self, error: OSError) -> None:
@@ -116,12 +120,12 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a record; infinity for a line that is cut, for example."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return float("inf")
+def _record_in(line: bytes) -> dict[str, Any]:
+    """The record of a line, {} if there is none, because a full disk has cut it, for example."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(record := json.loads(line), dict):
+            return record
+    return {}
 
 
 def run_dir() -> Path:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.folders import COMPLETE, step_of, steps_among
@@ -82,20 +81,6 @@ def pinned_in(run: Path) -> set[int]:
 def read_file(run: Path, name: str) -> bytes:
     """The contents of a small file of a run's folder, b"" if it is missing. Raises OSError."""
     return read_limited(run / name, folders.MAX_BYTES) if (run / name).exists() else b""
-
-
-def scores_in(path: Path, metric: str) -> dict[int, float]:
-    """By step, the values of a metric in a file of `mpiddp.log_metrics`. Raises OSError."""
-    scored = [r for r in records_in(path) if {type(r.get("step")), type(r.get(metric))} <= {int, float}]
-    return {record["step"]: record[metric] for record in scored}
-
-
-def records_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of JSON. A line that a full disk has cut is left out. Raises OSError."""
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            if isinstance(record := json.loads(line), dict):
-                yield record
 
 
 def surplus(
