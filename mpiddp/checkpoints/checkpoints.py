@@ -11,15 +11,15 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from mpiddp.checkpoints.bucket import Bucket, local_path
 from mpiddp.checkpoints.folders import list_steps
-from mpiddp.checkpoints.join_job import script_coordinator
 from mpiddp.checkpoints.place import is_address
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import resume
@@ -30,9 +30,14 @@ from mpiddp.checkpoints.save import agree, save
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError, named_by
+from mpiddp.protocol.variables import AGENT_STORE
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import current
+from mpiddp.runtime.job.session import current, script_session
+from mpiddp.runtime.join import at_exit, enter_until_exit, join
+from mpiddp.runtime.rank_log import log_to_console
 from mpiddp.text import parse_interval
+from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # another rank may evaluate, or verify a checkpoint, for so long
 
@@ -111,7 +116,7 @@ class Checkpoints:
             bucket=bucket,
             arguments={name: str(value) for name, value in arguments.items()},
         )
-        self._coordinator = script_coordinator(self.close)
+        self._coordinator = _script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
         self._thread: int | None = None  # the thread that called the first save
@@ -313,3 +318,28 @@ class Checkpoints:
             hosts = list(self._coordinator.hostnames)
             self._records.note(event="started", step=run.first, hosts=hosts, versions=versions)
         atexit.register(self._end_at_exit)
+
+
+def _script_coordinator(finish: Callable[[], None]) -> Coordinator:
+    """The coordinator of this process. All ranks must call this: they join, unless they have joined before.
+
+    `finish` is called on every rank once its script has succeeded. Its error ends the process with code 1.
+    """
+    session = script_session()
+    world = World.from_env()
+    if not session.is_member and world.launcher.name == "none":
+        log_to_console(0)
+        at_exit(finish)
+        alone = Coordinator(world._replace(node_rank=0, num_nodes=1))
+        alone.hostnames = (socket.gethostname(),)
+        return alone
+    if not session.is_member:
+        has_store = session.coordinator.connection or os.environ.get(AGENT_STORE) == "True"
+        if dist.is_initialized() and not has_store:
+            raise UserError(
+                "mpiddp.Checkpoints comes after init_process_group, so the two would have no common store.",
+                fix="create it before, or start the script with mpiddp run or torchrun",
+            )
+        enter_until_exit(join(world))
+    session.before_leaving.append(finish)
+    return session.coordinator
