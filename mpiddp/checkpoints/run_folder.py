@@ -19,12 +19,15 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
+
+import torch.distributed as dist
 
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.bucket import Bucket
 from mpiddp.checkpoints.folders import NO_LOCKS
 from mpiddp.checkpoints.records import RunDir, RunRecords
+from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import Wishes, pinned_in
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.files import WRITE_LOCK
@@ -33,11 +36,6 @@ from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import escaped, from_here
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from mpiddp.checkpoints.resumed import Resumed
 
 # These errors would come again after a restart.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
@@ -280,8 +278,6 @@ class Run:
     def _new_group(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:
             return None
-        import torch.distributed as dist
-
         with self.together():
             place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
             if place != (self.rank, self.world_size):
