@@ -63,16 +63,13 @@ def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
         run.resumed.state.pop(entry, None)  # type: ignore[union-attr]
     run.resumed = None
     run.num_saves += 1
-    if len(run.writers) > 1:
-        run.to_writers = run.to_writers or dist.new_group(run.writers, backend="gloo")
-        _share_buffers(run, flat, union)
+    ranks = _share(run, flat, union, per_rank)
     copies = Copies.of(boxes_of(flat, union, run.rank, is_writer=run.is_writer))
     about = folders.About(step, run.records.config, union.partial)
     has_shards = bool(union.savers) or any(map(is_sharded, flat.tensors.values()))
     if has_shards and run.ring is None and len(run.writers) > 1:
         timeout = timedelta(seconds=run.options.timeout_s)
         run.ring = dist.new_group(backend="gloo", timeout=timeout)
-    ranks = _gather(run, per_rank)
     run.pending = step, Save(run, about, union.tree, copies, ranks, has_shards).start()
 
 
@@ -147,37 +144,32 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
 # Copy
 
 
-def _share_buffers(run: Run, flat: FlatState, union: Union) -> None:
-    """Take the statistics of BatchNorm from rank 0. A collective: every rank must call it.
-
-    Hosts without a shared disk then write the same files. Otherwise a resume would find two checkpoints of
-    one step, and send one of them to all hosts.
-    """
-    sent: list[Any] = [None]
-    if run.rank == 0:
-        buffers = filter(is_of_each_rank, flat.tensors)
-        sent = [{path: flat.tensors[path].detach().cpu() for path in buffers}]
-    if run.is_writer:
-        dist.broadcast_object_list(sent, 0, group=run.to_writers)
-        for path in flat.tensors.keys() & sent[0].keys() - union.savers.keys():
-            flat.tensors[path] = sent[0][path]
-
-
-def _gather(run: Run, per_rank: FlatState) -> list[Tensor]:
+def _share(run: Run, flat: FlatState, union: Union, per_rank: FlatState) -> list[Tensor]:
     """The `per_rank` state and the random numbers of all ranks: [world_size]. A collective.
 
     Rank 0 gathers them, and sends them to the ranks that write; the others get []. Each is packed into one
     tensor of bytes, because it may have a hundred small tensors, and a resume gives each rank its own only.
+
+    Rank 0 also sends its statistics of BatchNorm. Hosts without a shared disk then write the same files.
+    Otherwise a resume would find two checkpoints of one step, and send one of them to all hosts.
     """
     tensors = (value.detach().to("cpu", copy=True) for value in per_rank.tensors.values())
     state = per_rank.with_tensors(tensors)
     gathered = [packed({"rng": rng_states(run.local_rank), "state": state})] * run.world_size
     if run.world_size > 1:
         dist.gather_object(gathered[0], gathered if run.rank == 0 else None, 0, group=run.group)
-    if len(run.writers) > 1 and run.is_writer:
-        dist.broadcast_object_list(gathered, 0, group=run.to_writers)
-    written = gathered if run.is_writer else []
-    return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in written]
+    if len(run.writers) > 1:
+        run.to_writers = run.to_writers or dist.new_group(run.writers, backend="gloo")
+    if not run.is_writer:
+        return []
+    if run.to_writers is not None:
+        paths = filter(is_of_each_rank, flat.tensors if run.rank == 0 else ())
+        sent: list[Any] = [*gathered, {path: flat.tensors[path].detach().cpu() for path in paths}]
+        dist.broadcast_object_list(sent, 0, group=run.to_writers)
+        *gathered, buffers = sent
+        for path in flat.tensors.keys() & buffers.keys() - union.savers.keys():
+            flat.tensors[path] = buffers[path]
+    return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in gathered]
 
 
 # In the thread
@@ -189,7 +181,7 @@ class Save:
 
     Attributes:
         tree: the state with a type in the place of each tensor.
-        ranks: what each rank saves for itself, see `_gather`.
+        ranks: what each rank saves for itself, see `_share`.
         has_shards: each rank writes a part. Otherwise each writer has the whole state, and waits for nobody.
         hashes: by name, the SHA-256 of this host's files, as far as they are known.
         shards: the files of the shards of all ranks, and which rank gets a copy of each.

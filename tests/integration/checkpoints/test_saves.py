@@ -21,6 +21,7 @@ import torch
 import mpiddp
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints import save as saving
+from mpiddp.checkpoints.agreement import Union
 from mpiddp.checkpoints.folders import About, BrokenCheckpoint
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
@@ -204,7 +205,7 @@ def test_what_ranks_save_goes_to_those_who_write(monkeypatch):
     run: Any = SimpleNamespace(rank=0, world_size=1000, local_rank=0, writers=[0, 500], is_writer=True, group=None)
     run.to_writers = "those who write"
     state = FlatState("per_rank", {"position": torch.zeros(10_000, dtype=torch.uint8)})
-    assert len(saving._gather(run, state)) == 1000
+    assert len(saving._share(run, FlatState("state", {}), Union(None), state)) == 1000
     assert 20_000_000 < sum(sent) < 100_000_000
 
 
