@@ -96,7 +96,7 @@ def list_copies(run: Run) -> tuple[int, list[Copy]]:
     steps, pinned, rows = zip(*answers, strict=True)
     step = max(steps)
     run.pins.update(*pinned)
-    copies = [Copy(*row) for row in itertools.chain(*rows)]
+    copies = itertools.starmap(Copy, itertools.chain(*rows))
     return step, [copy for copy in copies if step < 0 or copy.step <= step]
 
 
@@ -143,18 +143,16 @@ def verify(run: Run, copies: Sequence[Copy]) -> list[Copy]:
         where = f"{min(missing)} is on none of these hosts"
         return [copy.damaged(BrokenCheckpoint(Path(copy.path), where)) for copy in copies]
     copy_of = on_each_rank(run, copies)
-    damage: list[Any] = []
+    damaged: Copy | None = None
     if copy := copy_of[run.rank]:
         readers = [rank for rank, c in enumerate(copy_of) if c and c.inode == copy.inode]
         try:
             folders.verify(Path(copy.path), share=(readers.index(run.rank), len(readers)))
         except BrokenCheckpoint as error:
-            damage = [copy.inode, str(error), error.is_failure]
-    found = {inode: rest for inode, *rest in filter(None, run.gather(damage))}
-    return [
-        copy._replace(damage=found[copy.inode][0], is_failure=found[copy.inode][1]) if copy.inode in found else copy
-        for copy in copies
-    ]
+            damaged = copy.damaged(error)
+    answers: list[Any] = run.gather(damaged)
+    by_inode = {copy.inode: copy for copy in itertools.starmap(Copy, filter(None, answers))}
+    return [by_inode.get(copy.inode, copy) for copy in copies]
 
 
 def on_each_rank(run: Run, copies: Sequence[Copy]) -> list[Copy | None]:
