@@ -109,8 +109,12 @@ def rank(backend: str | None, max_size: int, seconds: float, repeats: int) -> No
         with mpiddp.process_group(backend=name) as world:
             device, size = torch.device(str(world.device)), MIN_BYTES
             while size <= max_size:
-                times = _time(size, device, seconds, repeats)
-                points.append({"backend": name, "bytes": size, "seconds": times})
+                # `full` writes every page, so that the first all-reduce does not wait for page faults.
+                numbers = torch.full((size // 4,), 0.0, device=device)
+                # All ranks have the same times, and so compute the same count.
+                quickest = max(1e-9, min(_series(numbers, WARMUP, device)))
+                count = max(repeats, min(1000, int(seconds / quickest)))
+                points.append({"backend": name, "bytes": size, "seconds": _series(numbers, count, device)})
                 size *= STEP
             machines: list[Any] = [None] * world.world_size
             dist.all_gather_object(machines, machine() if world.local_rank == 0 else None)
@@ -119,19 +123,8 @@ def rank(backend: str | None, max_size: int, seconds: float, repeats: int) -> No
         emit({"ranks": world.world_size, "points": points, "hosts": hosts})
 
 
-def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:
-    """The seconds of each all-reduce of `size` bytes on its slowest rank."""
-    import torch
-
-    # `full` writes every page, so that the first all-reduce does not wait for page faults.
-    numbers = torch.full((size // 4,), 0.0, device=device)
-    seconds = _series(numbers, WARMUP, device)
-    # All ranks have the same `seconds`, and so compute the same count.
-    count = max(least, min(1000, int(budget_s / max(1e-9, min(seconds)))))
-    return _series(numbers, count, device)
-
-
 def _series(numbers: torch.Tensor, count: int, device: torch.device) -> list[float]:
+    """The seconds of each of so many all-reduces on its slowest rank."""
     import torch
     import torch.distributed as dist
 

@@ -105,7 +105,9 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
     with started(command, subprocess.DEVNULL) as launcher:
         while launcher.poll() is None and time.monotonic() < until:
             job = job or next((job for job in running_jobs() if job.pid == launcher.pid), None)
-            facts = _facts_of(job)
+            facts: dict[str, Any] = {}
+            with contextlib.suppress(UserError):  # while the job starts, or if it has just ended
+                facts = job.ask(VIEW_JOB) if job else {}
             now = time.monotonic()
             reports = {
                 rank["rank"]: Reported(rank["step"], now - rank["ago_s"])
@@ -119,24 +121,17 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
             if first and min(last[rank].at - first[rank].at for rank in first) >= seconds:
                 break
             time.sleep(_POLL_S)
-    steps = {rank: last[rank].step - first[rank].step for rank in first}
-    if not steps or min(steps.values()) < 1:
+    # The steps of each rank, and their seconds.
+    made = [(last[rank].step - began.step, last[rank].at - began.at) for rank, began in first.items()]
+    if not made or min(made)[0] < 1:
         newest = max((report.step for report in last.values()), default=0)
         raise BenchJobFailed(
             1,
             f"mpiddp: the launcher has counted {counted(newest, 'step')}, which is too few to measure. It "
             "counts the steps of torch's optimizers, or those of mpiddp.progress.",
         )
-    span_s = {rank: last[rank].at - first[rank].at for rank in first}
-    slowest = min(first, key=lambda rank: steps[rank] / span_s[rank])
-    return {"ranks": ranks, "hosts": len(hosts), "steps": steps[slowest], "seconds": span_s[slowest]}
-
-
-def _facts_of(job: RunningJob | None) -> dict[str, Any]:
-    """The launcher's status of its job; {} while it starts, or if it has just ended."""
-    with contextlib.suppress(UserError):
-        return job.ask(VIEW_JOB) if job else {}
-    return {}
+    steps, span_s = min(made, key=lambda rank: rank[0] / rank[1])
+    return {"ranks": ranks, "hosts": len(hosts), "steps": steps, "seconds": span_s}
 
 
 def table(results: dict[str, list[ScalingRun]]) -> str:
