@@ -124,8 +124,8 @@ class Fit:
         tensors = self.target.state_dict()
         if not isinstance(self.entry, dict):
             raise UserError("it is not the state of a module")
-        bare = {_bare(name): name for name in tensors}
-        renamed = {bare.get(_bare(name), name): value for name, value in self.entry.items()}
+        bare = {bare_name(name): name for name in tensors}
+        renamed = {bare.get(bare_name(name), name): value for name, value in self.entry.items()}
         entry = renamed if len(renamed) == len(self.entry) else dict(self.entry)
         # The tensors of other stages have kept their names.
         rest = {n for n in entry if n not in tensors and self._is_partial(n)}
@@ -191,7 +191,7 @@ class Fit:
     def _match_names(self, saved: set[str], trained: set[int]) -> None:
         """Find the module whose parameters have these names. `trained`: the ids of the optimizer's."""
         for module in self.modules:
-            parameters = {_bare(name): parameter for name, parameter in module.named_parameters()}
+            parameters = {bare_name(name): parameter for name, parameter in module.named_parameters()}
             if trained <= {id(parameter) for parameter in parameters.values()}:
                 break
         else:
@@ -287,7 +287,8 @@ def _tensors_in(state: Any) -> dict[Keys, Any]:
     return {path: value for path, value in leaves(state) if isinstance(value, Tensor)}
 
 
-def _bare(name: Any) -> str:
+def bare_name(name: Any) -> str:
+    """The name of a tensor without the prefixes of wrappers."""
     return _WRAPPERS.sub("", str(name))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import time
@@ -25,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from mpiddp.checkpoints.fit import bare_name
 from mpiddp.drill.faults import FIRED, PLAN, FaultPlan
 from mpiddp.drill.history import RATE, History, find, read_attempts
 from mpiddp.errors import UserError
@@ -116,7 +116,7 @@ class _Observer:
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The digest of each entry of the training's state, causes before effects, and of all weights."""
         named = self._model.named_parameters() if self._model is not None else ()
-        names = {id(parameter): _plain(name) for name, parameter in named}
+        names = {id(parameter): bare_name(name) for name, parameter in named}
         moments, weights = {}, {}
         groups = (group["params"] for group in optimizer.param_groups)
         for number, parameter in enumerate(parameter for group in groups for parameter in group):
@@ -130,15 +130,10 @@ class _Observer:
     def _buffers(self) -> dict[str, str]:
         # Rank 0 is enough, because DDP sends its buffers to all before each forward pass.
         named = self._model.named_buffers() if self._model is not None and not self._rank else ()
-        return {f"the buffer {_plain(name)}": _digest(buffer) for name, buffer in named}
+        return {f"the buffer {bare_name(name)}": _digest(buffer) for name, buffer in named}
 
     def _write(self, **event: Any) -> None:
         self._file.write(json.dumps(event) + "\n")
-
-
-def _plain(name: str) -> str:
-    """The name of a tensor without the prefixes of DDP and torch.compile."""
-    return re.sub(r"^((module|_orig_mod)\.)+", "", name)
 
 
 def _digest(value: Any) -> str:
