@@ -83,25 +83,24 @@ class Copies:
         change the originals only afterwards, and only the reader of the copies waits.
         """
         copies = cls()
-        groups: dict[Any, list[int]] = defaultdict(list)  # numbers of tensors that share a block
-        first: dict[Any, int] = {}  # the number of the first tensor at an address
-        for number, (box, value) in enumerate(pairs):
-            before = first.setdefault((box.file, value.data_ptr()), number)
-            if before < number and _kind_of(value) == _kind_of(pairs[before][1]):
-                copies.tied[pairs[before][0].path].append(box)
+        groups: dict[Any, list[tuple[Box, Tensor]]] = defaultdict(list)  # those that share a block
+        first: dict[Any, tuple[Box, Tensor]] = {}  # by file and address
+        for box, value in pairs:
+            before, same = first.setdefault((box.file, value.data_ptr()), (box, value))
+            if before is not box and _kind_of(value) == _kind_of(same):
+                copies.tied[before.path].append(box)
                 continue
             is_small = 0 < value.numel() <= _SMALL and value.dtype in _JOINED
-            is_joined = is_small and value.is_contiguous()
-            groups[box.file, value.device, value.dtype, -1 if is_joined else number].append(number)
+            alone = () if is_small and value.is_contiguous() else box.path
+            groups[box.file, value.device, value.dtype, alone].append((box, value))
         with torch.inference_mode(False), torch.no_grad():
             # The widest elements come first in a file, so that all are aligned.
-            for numbers in sorted(groups.values(), key=lambda row: -_width(pairs[row[0]])):
-                group = [pairs[number][1] for number in numbers]
+            for group in sorted(groups.values(), key=lambda group: -_width(group[0])):
+                boxes, tensors = zip(*group, strict=True)
                 is_alone = len(group) == 1
-                block = _unexpanded(group[0].detach()) if is_alone else flattened(group)
+                block = _unexpanded(tensors[0].detach()) if is_alone else flattened(tensors)
                 values = block.to("cpu", non_blocking=True, copy=is_alone)
-                members = [pairs[number][0] for number in numbers]
-                copies.blocks[members[0].file].append(Block(values, members))
+                copies.blocks[boxes[0].file].append(Block(values, boxes))
         for device in {tensor.device for _, tensor in pairs if tensor.device.type != "cpu"}:
             copies._events.append(torch.Event(device))
             copies._events[-1].record(torch.accelerator.current_stream(device))
