@@ -479,8 +479,7 @@ class ImageFolder:
         values = (IMAGENET_MEAN, IMAGENET_STD)
         mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in values)
         self._scale, self._shift = 1 / (255 * std), -mean / std
-        seed, can_skip = opening.seed if augments else None, opening.skips is not None
-        self._decoder = _Decoder(self.samples, opening.image_size, seed, can_skip=can_skip)
+        self._decoder = _Decoder(self.samples, opening.image_size, opening.seed if augments else None)
         self._order: list[list[Key]] = []  # the batches of the epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
@@ -490,8 +489,10 @@ class ImageFolder:
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
         for images, labels, problems in self._loader:
             for problem in problems:
-                if self._skips is None or isinstance(problem, mpiddp.JobFailed):
+                if isinstance(problem, mpiddp.JobFailed):
                     raise problem
+                if self._skips is None:
+                    raise mpiddp.UserError(str(problem), fix="replace it, or use --skip-bad-images")
                 self._skips(str(problem))
             images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
             yield images * self._scale + self._shift, labels.to(self.device, non_blocking=True)
@@ -524,8 +525,8 @@ class _Decoder(torch.utils.data.Dataset[Any]):
     would lose their type. Such an image is black, and its label is IGNORED.
     """
 
-    def __init__(self, samples: Sequence[tuple[str, int]], size: int, seed: int | None, *, can_skip: bool) -> None:
-        self.samples, self.size, self.seed, self._can_skip = samples, size, seed, can_skip
+    def __init__(self, samples: Sequence[tuple[str, int]], size: int, seed: int | None) -> None:
+        self.samples, self.size, self.seed = samples, size, seed
 
     def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, list[Exception]]:
         images = torch.zeros(len(keys), self.size, self.size, 3, dtype=torch.uint8)
@@ -539,17 +540,17 @@ class _Decoder(torch.utils.data.Dataset[Any]):
                 pixels[position] = read_image(path, self.size, draw)
             except Exception as error:  # Pillow raises a dozen types for damaged files
                 labels[position] = IGNORED
-                problems.append(self._problem(path, error))
+                problems.append(_problem(path, error))
         return images, labels, problems
 
-    def _problem(self, path: str, error: Exception) -> Exception:
-        """The error of the job if an image cannot be read: a disk may have failed, or the image is bad."""
-        is_of_system = isinstance(error, OSError) and error.errno
-        reason = error.strerror if is_of_system else str(error)  # type: ignore[attr-defined]
-        if is_of_system and not isinstance(error, FileNotFoundError | PermissionError):
-            return mpiddp.JobFailed(f"{path}: the image cannot be read ({reason}).")
-        fix = "" if self._can_skip else "replace it, or use --skip-bad-images"
-        return mpiddp.UserError(f"{path}: the image cannot be read ({reason}).", fix=fix)
+
+def _problem(path: str, error: Exception) -> Exception:
+    """The error of the job if an image cannot be read: a disk may have failed, or the image is bad."""
+    is_of_system = isinstance(error, OSError) and error.errno
+    reason = error.strerror if is_of_system else str(error)  # type: ignore[attr-defined]
+    has_failed = is_of_system and not isinstance(error, FileNotFoundError | PermissionError)
+    kind = mpiddp.JobFailed if has_failed else mpiddp.UserError
+    return kind(f"{path}: the image cannot be read ({reason}).")
 
 
 def read_image(path: str, size: int, draw: random.Random | None) -> Image.Image:
