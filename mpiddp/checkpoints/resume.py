@@ -75,7 +75,7 @@ def resume(run: Run) -> Resumed | None:
                 (run.dir.path / REWIND).unlink(missing_ok=True)
                 if run.bucket:
                     run.bucket.end_rewind()
-    run.step = run.first = current().stop.steps_before = resumed.step
+    run.step = current().stop.steps_before = resumed.step
     run.resumed = resumed
     return resumed
 

@@ -126,7 +126,6 @@ class Run:
             its collectives would not notice that this rank has left.
         writer_of: by rank, the lowest rank that sees the same folder, which writes there: [world_size].
         nodes: the node of each rank: [world_size].
-        first: the step from which the run starts.
         step: the newest step on the disk, or the one from which the run resumes; -1 if there is none.
         pins: the steps of the checkpoints that are pinned on any host, as far as this rank knows.
         resumed: the checkpoint that the run has resumed, until its first save.
@@ -144,7 +143,7 @@ class Run:
         assert coordinator.world.local_rank is not None, "the ranks have joined"
         self.local_rank = coordinator.world.local_rank
         self.group = self._new_group()
-        self.first, self.step, self.num_saves = 0, -1, 0
+        self.step, self.num_saves = -1, 0
         self.resumed: Resumed | None = None
         self.pending: tuple[int, Future[tuple[bool, str]]] | None = None
         self.ring: dist.ProcessGroup | None = None
