@@ -54,10 +54,8 @@ class Muon(torch.optim.Optimizer):
             self._step_orthogonal(group["params"], lr=_RELATIVE_LR * group["lr"])
         for group in others:
             for parameter in group["params"]:
-                assert parameter.grad is not None
                 gradient = parameter.grad + group["weight_decay"] * parameter
-                buffer = self._add_to_momentum(parameter, gradient, group["momentum"])
-                direction = gradient + group["momentum"] * buffer  # Nesterov's
+                direction = self._nesterov(parameter, gradient, group["momentum"])
                 parameter.add_(direction, alpha=-group["lr"])
 
     def _step_orthogonal(self, convolutions: list[nn.Parameter], *, lr: float) -> None:
@@ -71,32 +69,28 @@ class Muon(torch.optim.Optimizer):
             least = work.index(min(work))
             shares[least].append(parameter)
             work[least] += parameter.numel()
-        for parameter in convolutions:
-            self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
+        # All ranks have the momentum of all weights, because a resume may have other shares.
+        nesterov = {weights: self._nesterov(weights, weights.grad, _MOMENTUM) for weights in convolutions}
         # Weights of one shape form one product: a GPU takes as long to start a small one as to compute it.
         by_shape = attrgetter("shape")
         for _, group in groupby(sorted(shares[rank], key=by_shape), key=by_shape):
             same = list(group)
-            directions = orthogonal(torch.stack([self._nesterov(parameter) for parameter in same]))
+            directions = orthogonal(torch.stack([nesterov[parameter] for parameter in same]))
             for parameter, direction in zip(same, directions, strict=True):
                 scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
                 parameter.copy_(scaled - lr * direction)
         if world_size > 1:
             _gather(shares, rank)
 
-    def _nesterov(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        momentum: Tensor = self.state[parameter]["momentum_buffer"]
-        return parameter.grad + _MOMENTUM * momentum
-
-    def _add_to_momentum(self, weights: Tensor, gradient: Tensor | None, momentum: float) -> Tensor:
-        """The momentum of these weights, after this gradient."""
+    def _nesterov(self, weights: Tensor, gradient: Tensor | None, momentum: float) -> Tensor:
+        """Add the gradient to the momentum of the weights, and return the direction of their update."""
         assert gradient is not None
         state = self.state[weights]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weights)
         buffer: Tensor = state["momentum_buffer"]
-        return buffer.mul_(momentum).add_(gradient)
+        buffer.mul_(momentum).add_(gradient)
+        return gradient + momentum * buffer
 
 
 def _gather(shares: list[list[nn.Parameter]], rank: int) -> None:
