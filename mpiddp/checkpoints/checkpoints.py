@@ -24,7 +24,6 @@ from mpiddp.checkpoints.place import is_address
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import resume
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.retention import Wishes
 from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
 from mpiddp.checkpoints.save import agree, save
 from mpiddp.checkpoints.schedule import SaveSchedule
@@ -99,23 +98,11 @@ class Checkpoints:
         except ValueError as error:
             raise ValueError(f"every: {error}") from None
         settings: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
-        bucket = Bucket(str(folder)) if is_address(folder) else None
-        path = local_path(folder) if bucket else Path(folder)
+        self._bucket = Bucket(str(folder)) if is_address(folder) else None
+        path = local_path(folder) if self._bucket else Path(folder)
         run_dir = RunDir(path.absolute())  # the script may change the working folder
         self._records = RunRecords(run_dir, best[0] if best else "", settings)
-        # The folder as the script names it, because its real path may differ between hosts.
-        arguments: dict[str, Any] = {"folder": folder, "every": every, "timeout_s": timeout_s}
-        arguments |= {"keep": keep, "keep_every": keep_every, "best": best}
-        arguments |= {"saves_nan": saves_nan, "on_save_error": on_save_error}
-        arguments |= {f"config[{name!r}]": value for name, value in settings.items()}
-        self._options = RunOptions(
-            keep=Wishes(keep, keep_every, best),
-            must_succeed=on_save_error == "stop",
-            is_guarded=not saves_nan,
-            timeout_s=timeout_s,
-            bucket=bucket,
-            arguments={name: str(value) for name, value in arguments.items()},
-        )
+        self._options = RunOptions(folder, every, timeout_s, keep, keep_every, best, saves_nan, on_save_error)
         self._coordinator = _script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
@@ -298,7 +285,7 @@ class Checkpoints:
         session = current()
         # If a script catches the error that has ended another run of this process, that run may still save.
         session.wait_for_saves()
-        run = Run(self._records, self._coordinator, self._options, call)
+        run = Run(self._records, self._coordinator, self._options, self._bucket, call)
         try:
             yield run
             first = max(run.step, 0)

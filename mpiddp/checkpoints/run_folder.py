@@ -1,6 +1,6 @@
 """The folder of a run, open: its paths, its one owner, and the ranks that write into it.
 
-    run = Run(records, coordinator, options, "resume()")
+    run = Run(records, coordinator, options, storage, "resume()")
 
 The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
 holds the kernel's lock on owner.json, which ends with its process. `ls runs/a` shows the rest.
@@ -14,9 +14,9 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import BinaryIO
@@ -99,22 +99,16 @@ def _holder(file: BinaryIO) -> str:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of `Checkpoints`.
+    """The arguments of `Checkpoints`, see there, but for its config. They have to be the same on all ranks."""
 
-    Attributes:
-        must_succeed: a failed save ends the run. Otherwise it causes a warning.
-        is_guarded: a state that is not finite is not saved.
-        timeout_s: seconds to wait for a silent rank.
-        bucket: the object storage that has a copy of the folder.
-        arguments: by name, all that has to be the same on all ranks.
-    """
-
-    keep: Wishes
-    must_succeed: bool
-    is_guarded: bool
+    folder: str | os.PathLike[str]  # as the script names it, because its real path may differ between hosts
+    every: int | str | None
     timeout_s: float
-    bucket: Bucket | None = None
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    keep: int
+    keep_every: int | None
+    best: Sequence[str] | None
+    saves_nan: bool
+    on_save_error: str
 
 
 class Run:
@@ -127,6 +121,7 @@ class Run:
         writer_of: by rank, the lowest rank that sees the same folder, which writes there: [world_size].
         nodes: the node of each rank: [world_size].
         step: the newest step on the disk, or the one from which the run resumes; -1 if there is none.
+        storage: the object storage that has a copy of the folder.
         pins: the steps of the checkpoints that are pinned on any host, as far as this rank knows.
         resumed: the checkpoint that the run has resumed, until its first save.
         num_saves: the number of saves that this process has begun.
@@ -135,10 +130,12 @@ class Run:
         to_writers: the ranks that write, if there are several.
     """
 
-    def __init__(self, records: RunRecords, coordinator: Coordinator, options: RunOptions, call: str) -> None:
+    def __init__(
+        self, records: RunRecords, coordinator: Coordinator, options: RunOptions, storage: Bucket | None, call: str
+    ) -> None:
         """Create the folder on every host, and become its owner. All ranks must make this `call`."""
         self.dir = run_dir = records.dir
-        self.records, self.coordinator, self.options = records, coordinator, options
+        self.records, self.coordinator, self.options, self.storage = records, coordinator, options, storage
         self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
         assert coordinator.world.local_rank is not None, "the ranks have joined"
         self.local_rank = coordinator.world.local_rank
@@ -174,7 +171,9 @@ class Run:
 
     def _require_equal_arguments(self, call: str) -> None:
         """Raise UserError, on all ranks, if they have not created the same `Checkpoints`."""
-        by_rank = self.gather({**self.options.arguments, "the first call": call})
+        config = {f"config[{name!r}]": value for name, value in self.records.config.items()}
+        arguments = {**vars(self.options), **config, "the first call": call}
+        by_rank = self.gather({name: str(value) for name, value in arguments.items()})
         for name in dict.fromkeys(name for arguments in by_rank for name in arguments):
             values = [arguments.get(name, "nothing") for arguments in by_rank]
             if different := self.different(values):
@@ -219,7 +218,7 @@ class Run:
     @property
     def bucket(self) -> Bucket | None:
         """The object storage, on the one rank that completes and removes checkpoints there."""
-        return self.options.bucket if self.rank == 0 else None
+        return self.storage if self.rank == 0 else None
 
     @property
     def is_writer(self) -> bool:
@@ -232,8 +231,8 @@ class Run:
 
     def wishes(self) -> Wishes:
         """Which checkpoints are kept, by the script, and by the pins of all hosts. Raises OSError."""
-        pins = self.pins | pinned_in(self.dir.path)
-        return replace(self.options.keep, scores=self.scores(), pins=pins)
+        options, pins = self.options, self.pins | pinned_in(self.dir.path)
+        return Wishes(options.keep, options.keep_every, options.best, self.scores(), pins)
 
     def gather(self, value: Value) -> list[Value]:
         """The values of all ranks: [world_size]. A collective: every rank must call it."""

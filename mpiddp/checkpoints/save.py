@@ -127,7 +127,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     if different := run.different(calls):
         raise UserError(f"the ranks save different steps: {different}.", fix="save one step on all ranks")
     problems = [word.problem for word in words]
-    if any(problems) and (run.options.must_succeed or step is None):
+    if any(problems) and (run.options.on_save_error == "stop" or step is None):
         raise JobFailed("\n".join(run.coordinator.sentences(problems)))
     if before and all(word.is_saved for word in words):
         run.step = before[0]
@@ -296,7 +296,7 @@ class Save:
         if file in self.hashes:
             flush(folder / file)
             shard = [(folder / file).stat().st_size, self.hashes[file]]
-        return [shard, self.copies.not_finite() if run.options.is_guarded else ""]
+        return [shard, "" if run.options.saves_nan else self.copies.not_finite()]
 
     def _publish(self) -> None:
         """Complete the checkpoint, and give it its name, on the one rank of each file system that does so."""
@@ -334,7 +334,7 @@ class Save:
 
     def _upload(self) -> str:
         """Bring the bucket up to date, rank 0 after the others. Returns why it is not, or ""."""
-        run, bucket = self.run, self.run.options.bucket
+        run, bucket = self.run, self.run.storage
         if bucket and self.has_shards:
             is_other = run.is_writer and run.rank != 0
             push = partial(bucket.push_shards, self.new.final) if is_other else list
@@ -372,7 +372,7 @@ def update_bucket(run: Run, whole: Path | None = None) -> str:
 
 def _not_in_bucket(run: Run, reason: str) -> str:
     newest = folders.list_steps(run.dir.checkpoints)[-1].name
-    address = run.options.bucket.address if run.options.bucket else ""
+    address = run.storage.address if run.storage else ""
     return f"{newest} is on this disk, and not in {address}: {reason}."
 
 
