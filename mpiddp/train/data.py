@@ -640,19 +640,10 @@ DATASETS: dict[str, Source] = {
 }
 
 
-def open_data(source: Source, folder: Path, world: mpiddp.World, opening: Opening, *, random_batch: int = 0) -> Data:
-    """Open the data set on the device, after one rank of each host has fetched it. A collective.
-
-    With `random_batch`, the images are random, in batches of this size at most.
-    """
-    device = torch.device(str(world.device))
+def open_data(source: Source, folder: Path, world: mpiddp.World, opening: Opening) -> Data:
+    """Open the data set on the device, after one rank of each host has fetched it. A collective."""
     with mpiddp.together(timeout_s=PREPARE_TIMEOUT_S):
-        if not random_batch and world.local_rank == 0 and source.find(folder) is None:
+        if world.local_rank == 0 and source.find(folder) is None:
             source.fetch(folder, partial(print, flush=True))
     with mpiddp.together():
-        if not random_batch:
-            return source.open(folder, device, opening)
-        seed = opening.seed * 1_000_003 + world.rank
-        shape = source.num_images, source.num_classes, opening.image_size, random_batch
-        images = RandomImages(*shape, seed, device)
-        return Data("synthetic images", source.num_classes, opening.image_size, images, None)
+        return source.open(folder, torch.device(str(world.device)), opening)

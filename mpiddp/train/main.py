@@ -657,6 +657,12 @@ def data_dir(config: Config) -> Path:
 
 def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
     """Open the data set, or random images in its shape. A collective. Raises UserError or JobFailed."""
+    source = DATASETS[config.dataset]
+    if config.use_syn:
+        shape = source.num_images, source.num_classes, config.image_size, config.batch_size
+        seed, device = config.seed * 1_000_003 + world.rank, torch.device(str(world.device))
+        images = datasets.RandomImages(*shape, seed, device)
+        return Data(f"synthetic {config.dataset}", source.num_classes, config.image_size, images, None)
     skipped: set[str] = set()
 
     def skip(problem: str) -> None:
@@ -665,9 +671,7 @@ def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
 
     skips = skip if config.skip_bad_images else None
     how = config.image_size, config.max_shift, config.num_workers, skips
-    opening, batch = datasets.Opening(config.seed, *how), config.batch_size * config.use_syn
-    data = datasets.open_data(DATASETS[config.dataset], folder, world, opening, random_batch=batch)
-    return replace(data, name=f"synthetic {config.dataset}") if config.use_syn else data
+    return datasets.open_data(source, folder, world, datasets.Opening(config.seed, *how))
 
 
 # --- the run ---
