@@ -115,10 +115,7 @@ def _package() -> dict[str, str]:
     spec = PathFinder.find_spec("mpiddp")  # in sys.modules stands the one that has travelled
     if spec is None or not spec.submodule_search_locations:
         return {"mpiddp": "missing"}
-    digest, (folder,) = hashlib.sha256(), spec.submodule_search_locations
-    for at, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if not name.endswith(".pyc"):
-                digest.update(name.encode() + b"\0" + Path(at, name).read_bytes())
-    return {"mpiddp": digest.hexdigest()[:12]}
+    paths = sorted(Path(*spec.submodule_search_locations).rglob("*"))
+    files = [path for path in paths if path.is_file() and path.suffix != ".pyc"]
+    contents = b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in files)
+    return {"mpiddp": hashlib.sha256(contents).hexdigest()[:12]}
