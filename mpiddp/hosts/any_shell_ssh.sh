@@ -1,5 +1,6 @@
 # ssh for mpirun, which calls this with options of ssh, a host, and words for a shell there. The words travel as
 # octal numbers, so that a login shell of any kind, such as fish or csh, passes them on to sh unchanged.
+# shellcheck shell=sh disable=SC2016,SC2034,SC2087
 
 while getopts 46AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w: option; do :; done
 arguments=$OPTIND words=  # ssh has so many arguments: its options and the host

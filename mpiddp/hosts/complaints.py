@@ -8,7 +8,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.transport import Transport
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import shown, with_fix
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class Answer:
         if self.has_failed_there:
             if "[Errno " in last:  # the disk may be full
                 return with_fix(f"{host.name}: {last.rstrip('.')}.", f"{ssh_line(host)} df")
-            fix = "install the same Python there as here" if is_ours else ""
+            mount = ", on a file system without noexec" * (self.exit_code == 126)  # it may not be executed
+            fix = f"install the same Python there as here{mount}" if is_ours else ""
             return with_fix(f"{host.name}: {python} does not run there: {last.rstrip('.')}.", fix)
         no_end = f"no answer in {transport.login_s:g} s"
         if not transport.is_ssh:
@@ -162,15 +164,14 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
         "connect": transport.connect_s,
         "at": port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0]),
         "longer": f"{2 * transport.login_s:.0f}",
+        "kinit": "kinit, or " if "gssapi-" in text else "",
     }
     for error in ssh_errors():
         if match := re.search(error["pattern"], text, re.MULTILINE):
-            files = settings(host, "identityfile") if error.name == "ssh-key-refused" else ()
-            keys = (os.path.expanduser(file) for file in files)  # noqa: PTH111
-            if key := next(filter(_is_locked, keys), ""):
-                agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '
-                why = f"the key {key} has a passphrase, and no agent holds it"
-                return with_fix(f"ssh {host.name}: {why}.", f"{agent}ssh-add {key}")
+            if error.name == "ssh-key-refused":
+                files = (tuple(settings(host, f"{kind}file")) for kind in ("identity", "certificate"))
+                if why := _refused_because(*files):
+                    return with_fix(f"ssh {host.name}: {why[0]}.", words["kinit"] + why[1])
             return with_fix(error["cause"], error["fix"]).format(*match.groups(), **words)
     # A module of PAM says why, before sshd closes the connection. A warning does not say why.
     says_why = [line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)]
@@ -181,18 +182,36 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
 
 def in_general(error: SectionProxy) -> tuple[str, str]:
     """The cause and the fix of an error, for a page that speaks of no host in particular."""
-    words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE"}
-    words |= {"here": "this host", "connect": "10", "at": "22", "longer": "30"}
+    words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE", "kinit": ""}
+    words |= {"here": "this host", "connect": f"{SSH.connect_s}", "at": "22", "longer": "30"}
     cause, fix = (error[field].format(error["example"], **words) for field in ("cause", "fix"))
     return cause, fix
 
 
 @cache
-def _is_locked(key: str) -> bool:
-    """Whether the file of a key needs a passphrase, and no agent holds the key."""
+def _refused_because(keys: Sequence[str], certificates: Sequence[str]) -> tuple[str, str] | None:
+    """Why these files of ssh open no login, as far as this machine knows, and the fix; None if it does not."""
+    keys = [file for key in keys if os.path.exists(file := os.path.expanduser(key))]  # noqa: PTH110, PTH111
+    ends = dict[str, str]()
+    # "-" stands for those that the agent holds.
+    for file in ("-", *map(os.path.expanduser, certificates), *(f"{key}-cert.pub" for key in keys)):
+        text = _output("sh", "-c", 'ssh-add -L | ssh-keygen -L -f "$0"', file)
+        ends |= dict.fromkeys(re.findall(r"Valid: .*(?:to|before) (\S+)", text), "an agent" if file == "-" else file)
+    if (end := max(ends, default="9")) < time.strftime("%Y-%m-%dT%H:%M:%S"):
+        return f"the certificate of {ends[end]} has ended ({end})", "get a new one from the site"
+    agent = _output("ssh-add", "-l")  # "" if none answers
+    if key := next((key for key in keys if _is_locked(key, agent)), ""):
+        start = "" if agent else 'eval "$(ssh-agent)"; '
+        return f"the key {key} has a passphrase, and no agent holds it", f"{start}ssh-add {key}"
+    no_key = "no agent and no file of yours has a key", "mpiddp hosts keys HOSTFILE"
+    return None if keys or agent[:1].isdigit() else no_key
+
+
+def _is_locked(key: str, agent: str) -> bool:
+    """Whether the file of a key needs a passphrase, and the agent does not list the key."""
     fingerprint = _output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]
     is_open = _output("ssh-keygen", "-y", "-P", "", "-f", key)
-    return bool(fingerprint) and not is_open and fingerprint[0] not in _output("ssh-add", "-l")
+    return bool(fingerprint) and not is_open and fingerprint[0] not in agent
 
 
 def settings(host: Host, name: str) -> list[str]:

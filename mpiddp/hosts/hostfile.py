@@ -141,17 +141,13 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
     do_repeat = len({host.key for host in hosts}) < len(hosts)
     if may_repeat or is_of_grid_engine or (are_bare and do_repeat):
-        hosts = _merged(hosts)
+        # One host for each name, at the place of its first line. A line without a number is one slot.
+        slots, firsts = Counter[str](), dict[str, Host]()
+        for host in hosts:
+            slots[host.key] += 1 if host.slots is None else host.slots
+            firsts.setdefault(host.key, host)
+        hosts = [replace(host, slots=slots[key]) for key, host in firsts.items()]
     return _checked(Hosts(source, tuple(hosts), options=options))
-
-
-def _merged(hosts: Sequence[Host]) -> list[Host]:
-    """One host for each name, at the place of its first line. A line without a number is one slot."""
-    slots, firsts = Counter[str](), dict[str, Host]()
-    for host in hosts:
-        slots[host.key] += 1 if host.slots is None else host.slots
-        firsts.setdefault(host.key, host)
-    return [replace(host, slots=slots[key]) for key, host in firsts.items()]
 
 
 def parse_host_list(text: str) -> Hosts:

@@ -72,23 +72,18 @@ def texts_of(kind: str, name: str, folder: str, others: Sequence[str] = ()) -> l
 
 
 def _sources(kind: str, name: str, folder: str, others: Sequence[str]) -> tuple[Path, dict[Path, bytes | None]]:
+    """The folder of a program, and its files with those that they import, as far as their lines show it."""
     base = Path(folder)
-    start: list[Path] = []
+    todo: list[Path] = []
     if kind == "script":
         script = Path(os.path.realpath(base / name))  # modules lie beside a link's target
-        start = [script / "__main__.py" if script.is_dir() else script]
-        base = start[0].parent
+        todo = [script / "__main__.py" if script.is_dir() else script]
+        base = todo[0].parent
     folders = [base, *map(Path, others)]
     if kind == "module":
-        start = _modules_at(name, folders)
-    return base, _sources_of(start, folders)
-
-
-def _sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, bytes | None]:
-    """These files, and those that they import from `folders`, as far as their lines show it."""
+        todo = _modules_at(name, folders)
     texts: dict[Path, bytes | None] = {}
     seen: set[tuple[str, str]] = set()
-    todo = list(start)
     paths = set(todo)
     for path in todo:  # the loop adds further files to it
         texts[path] = None
@@ -96,16 +91,16 @@ def _sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, by
             texts[path] = text = path.read_bytes()
         except OSError:  # Python will say why, if the program ever imports it
             continue
-        for name in sorted(_imported_by(text)):
-            module = name.lstrip(".")
-            level = len(name) - len(module)  # relative to its package
+        for imported in sorted(_imported_by(text)):
+            module = imported.lstrip(".")
+            level = len(imported) - len(module)  # relative to its package
             package = str(path).rsplit(os.sep, level)[0] if level else ""
             if (package, module) not in seen:
                 seen.add((package, module))
                 new = _modules_at(module, [Path(package)] if package else folders, paths)
                 todo += [path for path in dict.fromkeys(new) if path not in paths]
                 paths.update(new)
-    return texts
+    return base, texts
 
 
 def _modules_at(name: str, folders: Iterable[Path], taken: Collection[Path] = ()) -> list[Path]:

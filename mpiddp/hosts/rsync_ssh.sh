@@ -4,6 +4,7 @@
 # reads the command, and their output is dropped. The exit code is ssh's, and so that of the rsync there, which may
 # have written only a part. The first cat ends with the rsync here, so nothing waits for it. The cats need pipes that
 # block.
+# shellcheck shell=sh disable=SC2046,SC2086  # they are lists of words
 
 exec 4>&1 5<&0
 host=$1; shift

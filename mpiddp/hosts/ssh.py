@@ -59,7 +59,7 @@ _READ_ON = (
 )
 _SHELL_LINE = (
     f"echo {LOGIN}; while IFS= read -r line; do case $line in python=*) break ;; esac; done; "
-    f'python=${{line#python=}}; command -v "$python" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
+    f'python=${{line#python=}}; [ -e "$python" ] || command -v "$python" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
     f'cd / && exec "$python" -c "{_READ_ON}"'
 )
 # A user's login shell may be fish or csh, but any shell passes one line without single quotes on to sh.

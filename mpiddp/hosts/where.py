@@ -46,22 +46,20 @@ FILE = Option("file", value="FILE", nargs="?", help="the same as --hostfile FILE
 
 def settle(options: argparse.Namespace) -> None:
     """Make FILE the value of --hostfile. Raises UserError if the hosts are named twice, or FILE names one."""
-    refuse_both(options.hostfile, options.host_list)
     file: str | None = options.file
+    refuse_both({str(file): file, "--hostfile": options.hostfile, "-H": options.host_list})
     if file is None:
         return
-    if (options.hostfile, options.host_list) != (None, None):
-        other = "-H" if options.hostfile is None else "--hostfile"
-        raise UserError(f"{file} and {other} both name the hosts.", fix="give one of them")
     if file and os.sep not in file and not os.path.exists(file):  # noqa: PTH110 - False for any error
         raise UserError(f"{file} not found (looked in {Path.cwd()}).", fix=f"if it is a host: -H {file}")
     options.hostfile = file
 
 
-def refuse_both(hostfile: str | None, host_list: str | None) -> None:
-    """Raise UserError if --hostfile and -H are given."""
-    if None not in (hostfile, host_list):
-        raise UserError("--hostfile and -H both name the hosts.", fix="give one of them")
+def refuse_both(values: Mapping[str, str | None]) -> None:
+    """Raise UserError if two of these options have a value."""
+    named = [option for option, value in values.items() if value is not None]
+    if len(named) > 1:
+        raise UserError(f"{named[0]} and {named[1]} both name the hosts.", fix="give one of them")
 
 
 def named_hosts(hostfile: str | None, host_list: str | None, env: Mapping[str, str], login_s: float) -> Hosts | None:

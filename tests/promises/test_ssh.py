@@ -189,6 +189,17 @@ FAULTS = {
         f'{KEY} has a passphrase, and no agent holds it.\n{FIX}eval "$(ssh-agent)"; ssh-add',
         own="ssh-keygen -q -p -P '' -N 'a secret' -f id_ed25519",
     ),
+    "broken key": Fault(
+        f"the key {KEY} cannot be read (",
+        own="head -c 200 id_ed25519 >half; cat half >id_ed25519",
+    ),
+    "no key": Fault(f"no agent and no file of yours has a key.\n{FIX}mpiddp hosts keys", own="rm id_ed25519"),
+    "certificate": Fault(
+        f"the certificate of {KEY}-cert.pub has ended (2020-01-02T00:00:00).\n{FIX}get a new one from the site",
+        own="ssh-keygen -y -f id_ed25519 >id_ed25519.pub; ssh-keygen -q -t ecdsa -N '' -f ca; "
+        "ssh-keygen -q -s ca -I me -n root -V 20200101:20200102 id_ed25519.pub",
+        sshd="AuthorizedKeysFile none\n",
+    ),
     "changed key": Fault(
         f"its host key has changed.\n{FIX}ssh-keygen -R",
         own=r'sed -i "s|^\(node1[^ ]*\) .*|\1 $(cat authorized_keys)|" known_hosts',
@@ -255,6 +266,17 @@ def test_a_host_without_space(hosts, folder, names_it):
         done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
     full = f"node1: OSError: [Errno 28] No space left on device{names_it}."
     assert (done.code, done.said, done.fixes) == (1, [full], ["ssh node1 df"])  # no bad input
+
+
+def test_a_python_that_may_not_be_executed(hosts):
+    """A host whose file system of Python is mounted noexec is named, with the system's reason."""
+    with faults.mounted(hosts["node1"], sys.base_prefix, "-o", "noexec", what=sys.base_prefix):
+        done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
+    (sentence,) = done.refusals
+    assert sentence.startswith(f"node1: {sys.executable} does not run there: ")
+    assert sentence.endswith(
+        f"Permission denied.\n{FIX}install the same Python there as here, on a file system without noexec"
+    )
 
 
 def test_a_script_that_a_host_lacks(hosts):

@@ -283,7 +283,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
         raise UserError(f"{variables.PREFIX}={shown(prefix)}: expected auto, always or never.")
     if values["log_dir"] == "":
         raise UserError('--log-dir "": expected a folder.')
-    refuse_both(values["hostfile"], values["host_list"])
+    refuse_both({"--hostfile": values["hostfile"], "-H": values["host_list"]})
     values["mpi_args"] = [word for text in values["mpi_args"] for word in shell_words(text)]
     settings = values.setdefault("settings", {})  # of a hostfile; what follows precedes it
     for path in values["env_files"]:

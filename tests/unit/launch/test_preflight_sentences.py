@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from mpiddp.hosts import complaints
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
@@ -84,28 +85,40 @@ ERRORS = [
     ),
     (BEHIND.format("prohibited: open failed"), True, "way does", "(prohibited: open failed)", TRY),
     (
-        "Certificate invalid: expired\r\nu@a: Permission denied (publickey).",
+        "Certificate invalid: expired\r\nHost key verification failed.",
         False,
-        "expired",
-        "get",
+        "(Certificate invalid: expired)",
+        "the site",
     ),
     (f"{SIGNING}\r\nu@a: Permission denied (publickey).", False, "agent refused", "touch or"),
-    ("u@a: Permission denied (gssapi-keyex,gssapi-with-mic).", False, "gssapi", "kinit"),
+    ("u@a: Permission denied (gssapi-keyex,gssapi-with-mic).", False, "gssapi", "fix: kinit "),
+    ("u@a: Permission denied (gssapi-keyex,password).", False, "gssapi", "fix: kinit "),
+    ("u@a: Permission denied (publickey,gssapi-with-mic).", False, "gssapi", "fix: kinit, or ssh-copy-id "),
+    (
+        "sign_and_send_pubkey: no mutual signature supported\r\nu@a: Permission denied (publickey).",
+        False,
+        "old",
+        "-t ed25519",
+    ),
     (
         "u@a: Permission denied (keyboard-interactive).",
         False,
         "interactive",
         "log in once, with ControlMaster",
     ),
-    (f"Warning: x\r\n{PAM}\r\nConnection closed by 10.0.0.7 port 22", False, PAM, TRY),
+    (f"Warning: x\r\n{PAM}\r\nConnection closed by 10.0.0.7 port 22", False, PAM, "fix: salloc, "),
     ("banner\nsomething else\n", False, "failed:", "something else", TRY),
     ("", False, "failed:", "no output", "ssh -v -p 22022 u@a true "),
 ]
 
 
 @pytest.mark.parametrize(("errors", "is_lost", "words"), [(*row[:2], row[2:]) for row in ERRORS])
-def test_what_mends_an_error_of_ssh(errors, is_lost, words):
+def test_what_mends_an_error_of_ssh(errors, is_lost, words, tmp_path, monkeypatch):
     """tests/promises/test_ssh.py has the errors that a test can provoke."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/id_ed25519").touch()
+    complaints._refused_because.cache_clear()
     host = replace(A, user="u", port=22022)
     answer = Answer(host, NEEDS["python"], SSH, 255, "", errors, has_begun=False)
     assert re.fullmatch(error(*words), answer.why)
