@@ -91,9 +91,9 @@ ERRORS = [
         "the site",
     ),
     (f"{SIGNING}\r\nu@a: Permission denied (publickey).", False, "agent refused", "touch or"),
-    ("u@a: Permission denied (gssapi-keyex,gssapi-with-mic).", False, "gssapi", "fix: kinit "),
-    ("u@a: Permission denied (gssapi-keyex,password).", False, "gssapi", "fix: kinit "),
-    ("u@a: Permission denied (publickey,gssapi-with-mic).", False, "gssapi", "fix: kinit, or ssh-copy-id "),
+    ("u@a: Permission denied (gssapi-keyex,gssapi-with-mic).", False, "gssapi", "kinit"),
+    ("u@a: Permission denied (gssapi-keyex,password).", False, "gssapi", "kinit"),
+    ("u@a: Permission denied (publickey,gssapi-with-mic).", False, "gssapi", "kinit, or ssh-copy-id"),
     (
         "sign_and_send_pubkey: no mutual signature supported\r\nu@a: Permission denied (publickey).",
         False,
@@ -106,7 +106,7 @@ ERRORS = [
         "interactive",
         "log in once, with ControlMaster",
     ),
-    (f"Warning: x\r\n{PAM}\r\nConnection closed by 10.0.0.7 port 22", False, PAM, "fix: salloc, "),
+    (f"Warning: x\r\n{PAM}\r\nConnection closed by 10.0.0.7 port 22", False, PAM, "salloc"),
     ("banner\nsomething else\n", False, "failed:", "something else", TRY),
     ("", False, "failed:", "no output", "ssh -v -p 22022 u@a true "),
 ]
