@@ -125,7 +125,8 @@ class Answer:
                 network = 'If it stops before "Authenticated", the network may lose large packets (MTU)'
                 why = f"{network}. Otherwise, a{why[1:]}"
             return with_fix(f"ssh {host.name}: {no_end}. {why}.", f"{ssh} true. {slow}")
-        if self.exit_code != 255:
+        # If a password has to be changed, sshd itself ends the login so.
+        if self.exit_code != 255 and "Password change required" not in self.stderr:
             if subprocess.call(["ssh", "-V"], stderr=subprocess.DEVNULL):  # it asks no host
                 return with_fix(f"ssh does not run here: {last}.", "ssh -V; echo $LD_LIBRARY_PATH")
             # An sshd may print a banner, and a start-up file a greeting, before the reason.
@@ -196,9 +197,9 @@ def _refused_because(keys: Sequence[str], certificates: Sequence[str]) -> tuple[
     # "-" stands for those that the agent holds.
     for file in ("-", *map(os.path.expanduser, certificates), *(f"{key}-cert.pub" for key in keys)):
         text = _output("sh", "-c", 'ssh-add -L | ssh-keygen -L -f "$0"', file)
-        ends |= dict.fromkeys(re.findall(r"Valid: .*(?:to|before) (\S+)", text), "an agent" if file == "-" else file)
+        ends |= dict.fromkeys(re.findall(r"Valid: .*(?:to|before) (\S+)", text), "of an agent" if file == "-" else file)
     if (end := max(ends, default="9")) < time.strftime("%Y-%m-%dT%H:%M:%S"):
-        return f"the certificate of {ends[end]} has ended ({end})", "get a new one from the site"
+        return f"the certificate {ends[end]} has ended ({end})", "get a new one from the site"
     agent = _output("ssh-add", "-l")  # "" if none answers
     if key := next((key for key in keys if _is_locked(key, agent)), ""):
         start = "" if agent else 'eval "$(ssh-agent)"; '

@@ -281,7 +281,7 @@ def test_a_start_up_file(hosts, file, project, does):
     """A start-up file that prints, asks a question or starts another shell disturbs no push and no pull."""
     run = hosts["node1"].path(hosts.folder / "run")
     write(run, {"log": "1"})
-    text = f"echo Welcome; printf 'to node1'; echo; echo warning >&2\n[ \"$OTHER\" ] || {does}\n"
+    text = f"echo Welcome; echo warning >&2; printf 'to node1'\n[ \"$OTHER\" ] || {does}\n"
     with faults.begins_with(hosts["node1"], "/root/.bashrc", text):
         hosts.run("hosts", "push", file, project).assert_ok()
         assert contents(hosts["node1"].path(project)) == contents(project)

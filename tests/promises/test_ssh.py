@@ -195,7 +195,7 @@ FAULTS = {
     ),
     "no key": Fault(f"no agent and no file of yours has a key.\n{FIX}mpiddp hosts keys", own="rm id_ed25519"),
     "certificate": Fault(
-        f"the certificate of {KEY}-cert.pub has ended (2020-01-02T00:00:00).\n{FIX}get a new one from the site",
+        f"the certificate {KEY}-cert.pub has ended (2020-01-02T00:00:00).\n{FIX}get a new one from the site",
         own="ssh-keygen -y -f id_ed25519 >id_ed25519.pub; ssh-keygen -q -t ecdsa -N '' -f ca; "
         "ssh-keygen -q -s ca -I me -n root -V 20200101:20200102 id_ed25519.pub",
         sshd="AuthorizedKeysFile none\n",

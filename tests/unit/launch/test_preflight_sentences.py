@@ -107,6 +107,7 @@ ERRORS = [
         "log in once, with ControlMaster",
     ),
     (f"Warning: x\r\n{PAM}\r\nConnection closed by 10.0.0.7 port 22", False, PAM, "salloc"),
+    ("Warning: x\r\nConnection closed by 10.0.0.7 port 22", False, "no reason (Connection closed", "journalctl"),
     ("banner\nsomething else\n", False, "failed:", "something else", TRY),
     ("", False, "failed:", "no output", "ssh -v -p 22022 u@a true "),
 ]
@@ -139,6 +140,7 @@ def test_an_ssh_that_does_not_start_is_no_fault_of_a_host(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("code", "errors", "transport", "sentence"),
     [
+        (1, "Password change required but no TTY available.\n", SSH, error("has expired.", "ssh a: ", "ssh a")),
         (NO_PROGRAM, "", SSH, error("missing.", "a: /venv/bin/python ", "install it")),
         (None, "", SSH, error("no answer in", "ssh a: ", " 15 s", "(MTU)", "ssh -v a true")),
         *(
