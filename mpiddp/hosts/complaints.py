@@ -201,18 +201,14 @@ def _refused_because(keys: Sequence[str], certificates: Sequence[str]) -> tuple[
     if (end := max(ends, default="9")) < time.strftime("%Y-%m-%dT%H:%M:%S"):
         return f"the certificate {ends[end]} has ended ({end})", "get a new one from the site"
     agent = _output("ssh-add", "-l")  # "" if none answers
-    if key := next((key for key in keys if _is_locked(key, agent)), ""):
-        start = "" if agent else 'eval "$(ssh-agent)"; '
-        return f"the key {key} has a passphrase, and no agent holds it", f"{start}ssh-add {key}"
+    for key in keys:
+        is_open = _output("ssh-keygen", "-y", "-P", "", "-f", key)
+        fingerprint = _output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]
+        if fingerprint and not is_open and fingerprint[0] not in agent:
+            start = "" if agent else 'eval "$(ssh-agent)"; '
+            return f"the key {key} has a passphrase, and no agent holds it", f"{start}ssh-add {key}"
     no_key = "no agent and no file of yours has a key", "mpiddp hosts keys HOSTFILE"
     return None if keys or agent[:1].isdigit() else no_key
-
-
-def _is_locked(key: str, agent: str) -> bool:
-    """Whether the file of a key needs a passphrase, and the agent does not list the key."""
-    fingerprint = _output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]
-    is_open = _output("ssh-keygen", "-y", "-P", "", "-f", key)
-    return bool(fingerprint) and not is_open and fingerprint[0] not in agent
 
 
 def settings(host: Host, name: str) -> list[str]:

@@ -122,9 +122,10 @@ def _check(folder: Path) -> os.stat_result:
 
 def private_folders(parent: Path, beginning: str) -> Iterator[tuple[Path, os.stat_result]]:
     """The folders of this user alone whose names begin so. Others may make any name, and a pipe, in /tmp."""
-    for folder in parent.glob(f"{beginning}*"):
-        with suppress(OSError):  # it is not, or is removed meanwhile
-            yield folder, _check(folder)
+    with suppress(OSError):  # as root on NFS, this user may not enter the parent
+        for folder in parent.glob(f"{beginning}*"):
+            with suppress(OSError):  # it is not, or is removed meanwhile
+                yield folder, _check(folder)
 
 
 def remove(name: str) -> None:

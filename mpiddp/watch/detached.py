@@ -175,8 +175,8 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
     parent = state_folder() / "jobs"
     if not parent.is_absolute():
         raise UserError("--detach: this user has no home folder.", fix="set XDG_STATE_HOME to a folder")
-    ends = [path.name[len(beginning) + 1 :] for path in parent.glob(f"{beginning}-*")]
     try:
+        ends = [path.name[len(beginning) + 1 :] for path in parent.glob(f"{beginning}-*")]
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with TemporaryFile(dir=parent) as file:
             file.write(b"\n")  # fails on a full disk

@@ -3,6 +3,7 @@
 docs/security.md has the table of what listens.
 """
 
+import re
 import subprocess
 import sys
 from typing import NamedTuple
@@ -82,10 +83,11 @@ def test_another_user(hosts):
     node0 = hosts["node0"]
     ours = node0.run([sys.executable, "-m", "mpiddp", "ps"], env=state, cwd=ROOT).stdout
     assert "one_fails.py" in ours
-    for verb in ("ps", "top", "stop"):
+    for mode, verb in ((0o755, "ps"), (0o755, "top"), (0o755, "stop"), (0o700, "ps"), (0o700, "logs")):
+        (hosts.folder / "state").chmod(mode)
         mpiddp = [sys.executable, "-m", "mpiddp", verb]
         theirs = node0.run(mpiddp, env=state, cwd=ROOT, user=USER)
-        assert "one_fails.py" not in theirs.stdout + theirs.stderr, theirs
+        assert not re.search("one_fails.py|Traceback", theirs.stdout + theirs.stderr), theirs
     unix = node0.run(["ss", "-Hlx"], check=True).stdout
     paths = [row.split()[4] for row in unix.splitlines() if "/mpiddp" in row]
     assert len(paths) >= 2  # the job channel, and the viewers'
