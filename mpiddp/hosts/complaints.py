@@ -165,14 +165,14 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
         "connect": transport.connect_s,
         "at": port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0]),
         "longer": f"{2 * transport.login_s:.0f}",
-        "kinit": "kinit, or " if "gssapi-" in text else "",
+        "kinit": (kinit := "kinit, or " if "gssapi-" in text else ""),
     }
     for error in ssh_errors():
         if match := re.search(error["pattern"], text, re.MULTILINE):
             if error.name == "ssh-key-refused":
                 files = (tuple(settings(host, f"{kind}file")) for kind in ("identity", "certificate"))
                 if why := _refused_because(*files):
-                    return with_fix(f"ssh {host.name}: {why[0]}.", words["kinit"] + why[1])
+                    return with_fix(f"ssh {host.name}: {why[0]}.", kinit + why[1])
             return with_fix(error["cause"], error["fix"]).format(*match.groups(), **words)
     # A module of PAM says why, before sshd closes the connection. A warning does not say why.
     says_why = [line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)]
