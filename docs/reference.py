@@ -26,6 +26,7 @@ from mpiddp.launch.run import outcome_file, status
 from mpiddp.protocol import variables
 from mpiddp.protocol.server import Event
 from mpiddp.runtime import patches
+from mpiddp.runtime.job.progress import BY_CALLS
 from mpiddp.text import as_json
 from mpiddp.watch.running_jobs import NO_ANSWER
 
@@ -192,7 +193,7 @@ def _record() -> Record:
     for rank in (0, 1):
         record.add(Event("joining", rank, {"timeout_s": 60.0}, 0.0, from_script=True))
     for at in range(1, 5):
-        facts = {"step": 100 * at, "own_s": 6.25 * at, "cpu_s": 12.5 * at, "memory": 2_147_483_648}
+        facts = {"step": 100 * at, "counter": BY_CALLS, "own_s": 6.25 * at, "cpu_s": 12.5 * at, "memory": 2_147_483_648}
         record.add(Event("progress", 1, facts, 10.0 * at, from_script=True))
     record.add(Event("gpus", 1, {"ranks": [_GPU]}, 40.0))
     return record

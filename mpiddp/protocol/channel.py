@@ -96,8 +96,9 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "run_dir": {"path": str},  # a restart needs this folder
     "supports_stop": {},
     # `own_s` counts the seconds in which the thread that makes the steps ran or waited for a core, `cpu_s`
-    # the CPU time of its process. It may have `shown`, new numbers of the training, by name.
-    "progress": {"step": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
+    # the CPU time of its process. It may have `shown`, new numbers of the training, by name. `counter` says
+    # who counts the steps, see `mpiddp.runtime.job.progress`.
+    "progress": {"step": int, "counter": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
     "saving": {"active": bool},  # whether a save begins, or has ended
     "saved": {"path": str},  # of a complete checkpoint
     "stacks": {"text": str},

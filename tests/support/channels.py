@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from mpiddp.protocol.channel import RANK
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.progress import BY_CALLS
 from mpiddp.world import World
 
 
-def progress(step: int, *, own_s: float = 0.0) -> dict[str, int | float]:
+def progress(step: int, *, own_s: float = 0.0, counter: int = BY_CALLS) -> dict[str, int | float]:
     """The facts of a message "progress"."""
-    return {"step": step, "own_s": own_s, "cpu_s": own_s, "memory": 1 << 30}
+    return {"step": step, "counter": counter, "own_s": own_s, "cpu_s": own_s, "memory": 1 << 30}
 
 
 def calls(

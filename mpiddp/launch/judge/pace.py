@@ -20,6 +20,7 @@ class Pace:
     def __init__(self) -> None:
         self.step, self.since = -1, 0.0  # the present step, and when it began
         self.memory = 0  # of the process, in bytes
+        self._counter = -1  # who counts its steps
         # The time of a step, its number, and the totals of the rank's thread and of its process.
         self._samples: deque[tuple[float, int, float, float]] = deque()
 
@@ -29,8 +30,9 @@ class Pace:
         samples, step, own_s = self._samples, facts["step"], facts["own_s"]
         if step != self.step:  # the script may begin anew
             self.step, self.since = step, at
-        if samples and (step <= samples[-1][1] or own_s < samples[-1][2]):
-            samples.clear()  # the script has begun anew, or another thread makes the steps now
+        before, self._counter = self._counter, facts["counter"]
+        if samples and (self._counter != before or step <= samples[-1][1] or own_s < samples[-1][2]):
+            samples.clear()  # the script has begun anew, or another counter or thread makes the steps now
         samples.append((at, step, own_s, facts["cpu_s"]))
         while len(samples) > 2 and samples[1][0] <= at - WINDOW_S:
             samples.popleft()

@@ -13,6 +13,7 @@ from mpiddp.launch.judge.events import Record
 from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.channel import is_valid, viewed_folders
 from mpiddp.protocol.server import Event
+from mpiddp.runtime.job.progress import BY_CALLS, BY_OPTIMIZER
 from mpiddp.watch import running_jobs
 from mpiddp.watch.detached import KEPT, DetachedJob, detached_jobs, new_job
 from mpiddp.watch.running_jobs import RunningJob
@@ -123,6 +124,16 @@ def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls(
     running, quiet = (job_facts(record, {}, at)["ranks"][0] for at in (11.0, 42.0))
     assert (running["state"], running["rate"]) == ("running", 1.0)
     assert (quiet["state"], quiet["rate"]) == ("quiet", 1 / 40)
+
+
+def test_the_rate_of_a_resume_counts_no_step_of_the_run_before():
+    """Its first step, which the optimizer counts, is step 1, and should_stop() counts step 302 then."""
+    record = Record(("a",))
+    for second, step, counter in ((0.0, 1, BY_OPTIMIZER), (0.5, 302, BY_CALLS), (1.0, 304, BY_CALLS)):
+        record.add(Event("progress", 0, progress(step, counter=counter), second))
+        facts = job_facts(record, {}, second)
+        assert facts["rate"] == (4.0 if step == 304 else None)
+    assert facts["step"] == 304
 
 
 def report(record: Record, rank: int, step: int, at: float, **shown: Any) -> None:
