@@ -17,7 +17,7 @@ from mpiddp.text import did_you_mean, with_fix
 VERBS = {
     "launch": ("launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": ("runtime.agent", "the same; under mpirun, srun or torchrun, be one of their ranks"),
-    "train": ("train.main", "train a ResNet, as one rank of a job or alone"),
+    "train": ("train.main", "train a ResNet: alone, as a rank, or by -n or -H as a job"),
     "ps": ("watch.table:ps", "list your jobs on this machine"),
     "top": ("watch.table:top", "watch the ranks of a job"),
     "stacks": ("watch.stop_and_stacks:stacks", "print the current source line of each rank"),

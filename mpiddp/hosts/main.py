@@ -24,8 +24,8 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(prog="mpiddp hosts", description="Check hostfiles, and work on their hosts over ssh.")
     parsers = add_verbs(parser, VERBS)
-    for of_verb in parsers.values():
-        where.add_options(of_verb)
+    for verb, of_verb in parsers.items():
+        where.add_options(of_verb, logs_in=verb != "check")
     parsers["run"].elsewhere = {"[^-].*": "write -- before the command"}
     before, command = argv, []
     if argv[:1] == ["run"] and "--" in argv:  # the command stands behind it

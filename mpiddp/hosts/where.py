@@ -29,15 +29,16 @@ from mpiddp.hosts.transport import SSH
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --hostfile, -H and --login-timeout."""
+def add_options(parser: argparse.ArgumentParser, *, logs_in: bool) -> None:
+    """Add --hostfile and -H, and --login-timeout if the verb logs in to the hosts."""
+    parser.set_defaults(login_s=SSH.login_s)
     group = parser.add_argument_group("where (default: the scheduler's allocation)")
     limit = f"time that a login over ssh may take (default: {SSH.login_s:g} s)"
     for option in (
         Option("--hostfile", value="FILE", help="file of hosts and slots; FILE alone means the same"),
         Option("-H", value="HOSTS", dest="host_list", help="hosts: node1:2,node2:4, or @NAME"),
         Option("--login-timeout", value="TIME", parse=duration, dest="login_s", default=SSH.login_s, help=limit),
-    ):
+    )[: 3 if logs_in else 2]:
         option.add_to(group)
 
 

@@ -198,7 +198,7 @@ def option_parser(*, shows_all: bool = True) -> argparse.ArgumentParser:
         usage="%(prog)s [options]\n\n"
         "  mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a\n"
         "  mpiddp train --use-syn --arch resnet20 --steps-per-epoch 10",
-        description="Train a ResNet, as one rank of a job or alone.",
+        description="Train a ResNet: alone, as a rank of a job, or by -n or -H as a job of its own.",
     )
     parser.add_argument("--help-all", action="help", help="show every option, and exit")
     group = parser.add_argument_group("the most used options")

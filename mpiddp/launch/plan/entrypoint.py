@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.program_files import import_folders, texts_of
-from mpiddp.text import FIX, all_of
+from mpiddp.text import FIX, all_of, did_you_mean
 
 # If a script uses one of these libraries, a field, a parameter or a line of a docstring may be an option.
 _TAKES_NAMES = re.compile(r"\b(HfArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
@@ -93,6 +93,9 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     if not (program in ("-m", "--") or any(map(os.path.isfile, files))):
         if os.path.exists(program):  # noqa: PTH110 - no error
             raise UserError(f"{program} is not a regular file. Expected a Python script.")
-        fix = f"mpiddp launch … -- {program}" if shutil.which(program) else ""
-        raise UserError(f"script {program} not found (looked in {Path.cwd()}).", fix=fix)
+        runs_script = "python" in program and any(map(os.path.isfile, job[1:2]))
+        words = job[1:] if runs_script else ["--", *job]
+        fix = f"mpiddp launch … {shlex.join(words)}" if shutil.which(program) else ""
+        hint = did_you_mean(program, (path.name for path in Path().glob("*.py")))
+        raise UserError(f"script {program} not found (looked in {Path.cwd()}).{hint}", fix=fix)
     return tuple(job)

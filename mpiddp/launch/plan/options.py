@@ -106,10 +106,10 @@ class LaunchOptions:
     needs_gpus: bool = False  # --nproc-per-node gpu
     exclude: str | None = option("--exclude", value="HOSTS", help="hosts to leave out: node3,node4")
     push: bool = option("--push",
-        help="first make this folder and its environment the same on every host, as mpiddp hosts push does")
+        help="first copy this folder and its environment to every host, as mpiddp hosts push does")
     bind: str = option("--bind", choices=("none", "numa", "core"), default="none",
         help="bind each rank to nothing, a NUMA node, or a core (default: none)")
-    mpirun: str | None = option("--mpirun", value="PATH", help="mpirun of the MPI to use (its library is used too)")
+    mpirun: str | None = option("--mpirun", value="PATH", help="mpirun of the MPI to use (mpi4py takes its library, too)")
     master_addr: str | None = option("--master-addr", value="ADDR",
         help="rank 0's address, as the other ranks reach it")
     interface: str | None = common("--interface", value="NAME",
@@ -117,7 +117,7 @@ class LaunchOptions:
     exports: tuple[str, ...] = common("-x", value="VAR[=VALUE]", repeats=True,
         help="set this environment variable of the ranks; -x VAR- keeps it from them (repeatable)")
     env_files: tuple[str, ...] = common("--env-file", value="FILE", repeats=True,
-        help="pass the variables of this file of lines NAME=VALUE")
+        help="variables from a file of lines NAME=VALUE (repeatable)")
     mpi_args: tuple[str, ...] = option("--mpi-args", value="ARGS", parse=_mpi_args, repeats=True,
         help="options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
     check: bool = option("--no-check", default=True, help="skip the preflight checks of the hosts")
