@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.cli import VERBS
-from tests.support.forked import LIMIT_S, OF_TRAINING, Rank, in_children
+from tests.support.forked import OF_TRAINING, Rank, in_children
+from tests.support.patience import PATIENCE_S
 
 FILE = Path(__file__).with_name("refusals.txt")
 ROOT = FILE.parents[2]
@@ -54,7 +55,7 @@ def run(line: str, folder: Path) -> str:
         else:
             usual = 0
             how = {"cwd": folder, "env": env, "stdout": file, "stderr": file}
-            code = subprocess.call(["sh", "-c", line], timeout=LIMIT_S, **how)
+            code = subprocess.call(["sh", "-c", line], timeout=PATIENCE_S, **how)
         output.seek(0)
         text = generic(output.read().decode(), folder)
     lines = [printed for printed in text.splitlines() if printed.strip()]

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp import cli
+from tests.support.patience import until_readable
 from tests.support.ranks import ROOT
 
-LIMIT_S = 600
 OF_TRAINING = ("mpiddp.train.main", "torch._dynamo")  # two thirds of the time of a short one
 OF_RANKS = (
     *OF_TRAINING,
@@ -80,9 +80,9 @@ def _start(arguments: Sequence[str], rank: Rank, folder: Path, out: int, err: in
     code = 1
     try:
         atexit._clear()  # the parent's temporary folders are not this process's to remove
+        _end_with_parent()
         if rank.host:
             _enter(rank.host)
-        signal.alarm(LIMIT_S)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
@@ -121,8 +121,13 @@ def _enter(host: int) -> None:
         if code < 0:
             os.kill(os.getpid(), -code)
         os._exit(code)
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """Be killed at the end of the process that has started this one."""
     set_pdeathsig = 1  # linux/prctl.h
-    libc.prctl(set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
 def _called(arguments: Sequence[str]) -> int:
@@ -161,8 +166,9 @@ def run(arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: Path
     server.stdin.write(f"{json.dumps(job)}\n")
     server.stdin.flush()
     try:
+        until_readable(server.stdout)
         return int(server.stdout.readline())
-    except BaseException:  # the time limit of a test: the answer would be the next one's
+    except BaseException:  # a time limit: the answer would be the next one's
         server.kill()
         _server.cache_clear()
         raise

@@ -1,21 +1,22 @@
 """Waits in the tests, and the limits of promised times.
 
-Only a test that fails reaches its limit: EVENT_S for a wait for an event, PATIENCE_S for a whole command. A
+Only a test that fails reaches its limit: EVENT_S for a wait for an event, such as the end of a command. A
 promised number of seconds is for an idle machine with two cores. On a slower one, events and promises have
-more time, in proportion, but at most MOST times as much.
+more time, in proportion, but at most MOST times as much, which is PATIENCE_S where nobody measures.
 """
 
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import pytest
 
-EVENT_S, PATIENCE_S = 120.0, 600.0
-MOST = 3.0
+EVENT_S, MOST = 120.0, 3.0
+PATIENCE_S = MOST * EVENT_S
 PROGRAM = (sys.executable, "-c", "import argparse, json, socket")
 STARTS, IDLE_S = 5, 0.15  # the program's starts, and their seconds on the idle machine
 T = TypeVar("T")
@@ -35,6 +36,11 @@ def eventually(condition: Callable[[], T], *, poll_s: float = 0.05) -> T:
             limit_s, is_measured = EVENT_S * min(slowness(), MOST), True
         time.sleep(poll_s)
     return value
+
+
+def until_readable(file: int | IO[str]) -> None:
+    """Wait until a file has something to read. A pidfd has, once its process has ended."""
+    eventually(lambda: select.select([file], [], [], 1.0)[0], poll_s=0)
 
 
 def slowness() -> float:

@@ -21,7 +21,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from tests.support.cluster import Cluster, Host, Program
 from tests.support.installs import MPIS as OTHER_MPIS
 from tests.support.installs import mpirun_of
 from tests.support.machine import reserved
-from tests.support.patience import eventually
+from tests.support.patience import eventually, until_readable
 from tests.support.ranks import ROOT, clean_env
 
 PROGRAMS = ROOT / "tests" / "programs"
@@ -156,7 +156,8 @@ class Job:
             assert not ended, f'ended without "{text}"\n{self.stdout}\n{self.stderr}'
             return False
 
-        eventually(appears)
+        with self._quoted(f'"{text}"'):
+            eventually(appears)
         return self
 
     def signal(self, number: int) -> Job:
@@ -164,8 +165,20 @@ class Job:
         return self
 
     def wait(self) -> Done:
-        code = self.process.wait()
-        return Done(code, self.stdout, self.stderr)
+        """Wait for its end."""
+        if self.process.poll() is None:
+            ended = os.pidfd_open(self.process.pid)
+            with closing(os.fdopen(ended)), self._quoted("its end"):
+                until_readable(ended)
+        return Done(self.process.wait(), self.stdout, self.stderr)
+
+    @contextmanager
+    def _quoted(self, event: str) -> Iterator[None]:
+        """A wait for an event. If it fails, the output of the command says more."""
+        try:
+            yield
+        except TimeoutError as error:
+            raise AssertionError(f"{error} for {event}\n{self.stdout}\n{self.stderr}") from None
 
 
 @dataclass
