@@ -42,17 +42,20 @@ def test_spawn_returns_results(place):
 
 CALLS = """
 import time, mpiddp
+mpiddp.init()
+checkpoints = mpiddp.Checkpoints("run", every=100_000)
 for step in range(1, 20_001):
     if step == 10_001:
         begun = time.process_time()
     mpiddp.progress(step, 20_000, loss=0.5)
+    checkpoints.due(step)
     mpiddp.should_stop()
 print((time.process_time() - begun) / 10_000, flush=True)
 """
 
 
 def test_what_a_step_calls(here):
-    """mpiddp.progress and mpiddp.should_stop take some microseconds of a step."""
+    """progress, should_stop, and the due of a number of steps take some microseconds of a step."""
     done = here.run("launch", *here.where(2), here.script(CALLS)).assert_ok()
     assert len(done.lines) == 2
     assert max(map(float, done.lines)) < 200e-6 * slowness()

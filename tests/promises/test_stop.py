@@ -162,7 +162,7 @@ def test_the_printed_command_resumes(here):
 
 
 def test_the_time_limit_of_a_scheduler(here):
-    """A job saves and ends with 75 before its allocation ends, unless --stop-after never is given."""
+    """A job saves and ends with 75 before its allocation ends."""
     for seconds in (10, 40, 160, 640):  # until the time is enough for the ranks to start
         env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}
         done = here.run("launch", *here.where(1), STOPS, env=env)
@@ -171,12 +171,6 @@ def test_the_time_limit_of_a_scheduler(here):
     assert (done.code, len(saved_steps(done.stdout))) == (75, 1), done.stderr
     assert done.said[0].startswith("the time limit of Slurm is near: ")
     assert done.said[-1].startswith("to resume: mpiddp launch ")
-    env["SLURM_JOB_END_TIME"] = str(int(time.time()) + seconds)
-    options = ("--stop-after", "never", *here.where(1))
-    job = here.start("launch", *options, program("alone.py"), "never", here.folder, env=env)
-    time.sleep(seconds)  # the time limit is over then
-    (here.folder / "finish").touch()
-    job.wait().assert_ok()
 
 
 # --- to every process ---

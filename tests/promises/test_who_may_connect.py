@@ -14,6 +14,7 @@ from tests.support.place import Done, Hosts, Job, Place, program
 from tests.support.ranks import ROOT, run_command
 
 SS = ("ss", "-Hltnp")
+PORTS_FILE = "/proc/sys/net/ipv4/ip_local_port_range"  # each network namespace has its own
 OF_MPI = ("mpirun", "prterun", "prted")  # what they listen on is the MPI's choice
 
 
@@ -130,11 +131,15 @@ while time.monotonic() < until:
 def test_strangers(hosts):
     """Stray connections to a job's ports, as of a port scanner, do not stop or end it.
 
-    The job listens on its network's addresses and the loopback only, except mpirun and its daemons.
+    The job listens on its network's addresses and the loopback only, except mpirun and its daemons. All its
+    ports are in net.ipv4.ip_local_port_range.
     """
+    for name in ("node0", "node1"):
+        hosts[name].run(["tee", PORTS_FILE], stdin="41000 41999", check=True)
     job = started(hosts, *hosts.where(2))
     for name in ("node0", "node1"):
         ports = of_host(hosts, name)
+        assert {listener.port // 1000 for listener in ports} == {41}, ports
         addresses = {listener.address for listener in ports if not is_of_mpi(listener)}
         assert addresses
         assert addresses <= {hosts[name].address, "127.0.0.1"}, ports

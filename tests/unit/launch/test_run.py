@@ -19,7 +19,7 @@ from mpiddp.launch.plan.environment import Environment
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past, place
 from mpiddp.launch.plan.starters import STARTERS
-from mpiddp.launch.run import handover, outcome_file, watchers
+from mpiddp.launch.run import handover, job, outcome_file, watchers
 from mpiddp.launch.run.control import SignalQueue
 from mpiddp.launch.run.job import Job, Move
 from mpiddp.launch.run.log_folder import LogFolder
@@ -89,14 +89,42 @@ def test_a_stop_ends_a_login_that_hangs(monkeypatch):
     assert record.phase is Phase.STARTING
 
 
+class Began(Exception):
+    """A job would begin its first attempt now."""
+
+
+@pytest.mark.parametrize(
+    ("left_s", "options", "after_s"),
+    [
+        (36000, {}, 36000 - 2 * 30),
+        (36000, {"grace_s": 120}, 36000 - 2 * 120),
+        (300, {}, 300 - 30),
+        (300, {"stop_after_s": float("inf")}, float("inf")),
+    ],
+)
+def test_when_a_stop_is_requested_before_a_time_limit(monkeypatch, left_s, options, after_s):
+    """docs/stop.md: twice --grace before it, or when a tenth of the time is left; never, if so requested."""
+    asked = []
+
+    def begin(*arguments: object) -> None:
+        asked.append(arguments[2] - time.monotonic())
+        raise Began
+
+    monkeypatch.setattr(job, "seconds_left", lambda _: (left_s, "Slurm"))
+    monkeypatch.setattr(job, "make_plan", lambda *_, **__: None)
+    monkeypatch.setattr(job, "Launcher", begin)
+    with pytest.raises(Began):
+        job.run(LaunchOptions(("train.py",), **options), outcome_file.Report(""))
+    assert asked == [pytest.approx(after_s, abs=5)]
+
+
 @pytest.mark.parametrize(("rank", "failures", "move"), [(None, 0, Move.GROW), (1, 0, Move.RESTART), (1, 1, Move.END)])
 def test_a_failure_during_growth_counts_as_one(rank, failures, move):
     """A rank that fails while it stops to grow has failed, and --max-restarts counts it."""
     launcher = SimpleNamespace(stop_at=float("inf"), why_stop="")
     past = SimpleNamespace(failures=failures)
     plan = SimpleNamespace(options=SimpleNamespace(max_restarts=1), past=past)
-    job = Job(launcher, plan, None)
-    assert job.next_move(Outcome(FAILED, "", rank, "a", stop=Stop.TO_GROW)) is move
+    assert Job(launcher, plan, None).next_move(Outcome(FAILED, "", rank, "a", stop=Stop.TO_GROW)) is move
 
 
 def test_a_port_that_another_program_has(capfd):
