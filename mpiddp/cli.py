@@ -83,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None and error.errno == errno.ENOENT:  # only os.getcwd() raises this
             errors.print_error(with_fix("this folder has been removed.", "change to another"))
             return errors.BAD_INPUT
+        if (limit := errors.of_limit(error)) is not None:
+            errors.print_error(limit)
+            return errors.FAILED
         if error.filename is not None or error.errno not in _OF_STDOUT:
             raise
         if error.errno != errno.EPIPE:

@@ -31,6 +31,8 @@ _WRONG = {
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM),
 }
 
+_OF_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
+
 # The beginning of sentences, for example of argparse, in whose place `message` puts "mpiddp: ".
 _PREFIX = re.compile("^mpiddp(: | launch: | (?=[a-z][a-z -]*: ))")
 
@@ -223,6 +225,14 @@ def named_by(option: str) -> Iterator[None]:
             raise
         sentence = f"{option} {os.fsdecode(error.filename)}: {error.strerror}."
         raise cause_of(error)(sentence.lstrip()) from None
+
+
+def of_limit(error: BaseException) -> JobFailed | None:
+    """The sentence for an error of this process's limits, as `ulimit` sets them; None for any other error."""
+    if isinstance(error, OSError) and error.errno in _OF_LIMITS:
+        sentence = f"this machine gives no more processes or open files to mpiddp: {error.strerror}."
+        return JobFailed(sentence, fix="raise ulimit -u or ulimit -n")
+    return None
 
 
 def check_program(name: str) -> None:

@@ -1,7 +1,9 @@
 """Programs on hosts, where each host is this machine: no ssh is between."""
 
 import contextlib
+import errno
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +14,10 @@ from mpiddp.hosts.complaints import NO_PROGRAM
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import Logins, ask_hosts
 from mpiddp.hosts.transport import Transport
+from mpiddp.launch import main
 from tests.support.cluster.needs import need
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
 
 HERE = Host("localhost")
 
@@ -61,6 +65,16 @@ def test_no_shell_interprets_the_program_or_its_input(tmp_path):
     (folder / "python").symlink_to(sys.executable)
     assert run_here("print('$HOME')\n", str(folder / "python")).stdout == "$HOME\n"
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_too_few_open_files_are_named():
+    mpiddp = [sys.executable, "-m", "mpiddp", "hosts", "run", "-H", "127.0.0.[1-40]", "--", "sleep", "1"]
+    limited = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *mpiddp]
+    done = subprocess.run(limited, capture_output=True, text=True, cwd=ROOT)
+    refused = "mpiddp: this machine gives no more processes or open files to mpiddp: Too many open files.\n  fix: "
+    assert (done.returncode, done.stderr.startswith(refused)) == (1, True), done.stderr
+    of_launch = main._refused(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    assert refused.startswith(f"mpiddp: {of_launch.sentence}".partition("\n")[0])
 
 
 def test_a_bridge_of_containers_is_told_from_a_network_of_hosts():
