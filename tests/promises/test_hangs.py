@@ -137,8 +137,9 @@ def test_collectives_that_differ(here):
     done = here.run("launch", *options, script, "differs", "600").assert_code(1)
     one, other = (f"rank {rank} on {host}" for rank, host in enumerate(here.hosts_of(2)))
     calls = f"all_reduce no. 2 (float32, 8) of {one}, broadcast no. 2 (float32, 8) of {other}"
-    (line,) = (line for line in done.said if "different collectives" in line)
+    line, end = (line for line in done.said if "different collectives" in line)
     assert line.startswith(f"the ranks have called different collectives: {calls}; "), line
+    assert end == f"the job hung and was stopped: {line}"
 
 
 # --- --hang-timeout ---
