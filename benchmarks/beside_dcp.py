@@ -65,7 +65,7 @@ def measured(folder: Path, rounds: int, *, is_sharded: bool) -> dict[str, list[l
             else:
                 checkpoints.save(step, model=model, optimizer=optimizer)
                 blocked = time.perf_counter() - start
-                current().wait_for_saves()
+                current().progress.wait_for_saves()
             row = [blocked, time.perf_counter() - start, time.process_time() - cpu]
             if number > 0:
                 figures[variant].append(row)

@@ -31,7 +31,7 @@ def main() -> None:
         checkpoints.resume()
 
         def wait_for_saves() -> None:
-            current().wait_for_saves()
+            current().progress.wait_for_saves()
             dist.barrier()
 
         def block(variant: str, first: int) -> list[float]:

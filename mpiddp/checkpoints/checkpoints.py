@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mpiddp.checkpoints.bucket import Bucket, local_path
 from mpiddp.checkpoints.folders import list_steps
 from mpiddp.checkpoints.place import is_address
-from mpiddp.checkpoints.records import RunRecords
+from mpiddp.checkpoints.records import RunRecords, runs
 from mpiddp.checkpoints.resume import resume
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
@@ -109,16 +109,14 @@ class Checkpoints:
         self._thread: int | None = None  # the thread that called the first save
         self._has_ended, self._pid = False, os.getpid()
         self._made: int | None = None  # the last step for which `due` was called
-        session = current()
-        open_ones = [records for records in session.runs if not records.is_closed]
-        session.runs = [*open_ones, self._records]
-        session.savers.append(self._wait_for_own_save)
+        runs()[:] = [*(records for records in runs() if not records.is_closed), self._records]
+        current().progress.savers.append(self._wait_for_own_save)
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
+        if current().fails(error):
             self._end(error)
         else:
             self.close()
@@ -284,7 +282,7 @@ class Checkpoints:
         """Open the folder, and start the run after the body. All ranks must make this `call`."""
         session = current()
         # If a script catches the error that has ended another run of this process, that run may still save.
-        session.wait_for_saves()
+        session.progress.wait_for_saves()
         run = Run(self._records, self._coordinator, self._options, self._bucket, call)
         try:
             yield run
@@ -294,7 +292,7 @@ class Checkpoints:
                 if run.is_writer:
                     self._records.dir.metrics.touch()
                     run.wishes().write(self._records.dir.path)
-                if session.runs[0] is self._records:
+                if runs()[0] is self._records:
                     session.log_to(self._records.dir.logs)
         except BaseException:
             run.close(removes_new=True)
@@ -329,5 +327,5 @@ def _script_coordinator(finish: Callable[[], None]) -> Coordinator:
                 fix="create it before, or start the script with mpiddp run or torchrun",
             )
         enter_until_exit(join(world))
-    session.before_leaving.append(finish)
+    session.progress.before_leaving.append(finish)
     return session.coordinator

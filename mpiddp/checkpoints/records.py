@@ -21,9 +21,9 @@ from mpiddp.checkpoints.retention import METRICS
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
-from mpiddp.runtime.job.session import current, script_session
+from mpiddp.runtime.job.session import script_session
 from mpiddp.runtime.rank_log import log, log_to_console
-from mpiddp.runtime.sinks import SinkRun, number_of, open_sinks
+from mpiddp.runtime.sinks import Sink, SinkRun, number_of, open_sinks
 from mpiddp.text import from_here
 from mpiddp.world import World
 
@@ -111,6 +111,11 @@ class RunRecords:
         self._is_warned = True
 
 
+# By process: a forked child has none, and writes nothing.
+_runs: dict[int, list[RunRecords]] = {}
+_sinks: dict[int, Sequence[Sink]] = {}  # once a process has logged
+
+
 def _append(path: Path, values: Mapping[str, Any]) -> None:
     line = json.dumps(values).encode() + b"\n"
     with path.open("ab", buffering=0) as file:  # without a buffer, a line is appended in one piece
@@ -173,18 +178,22 @@ def log_metrics(step: int, **values: Any) -> None:
     for records in runs:
         records.record(step, values)
     session.progress.show(values)
-    if session.sinks is None:
+    if (process := os.getpid()) not in _sinks:
         rank = World.from_env().rank
         log_to_console(rank)  # a script that has not joined may have no other handler
-        session.sinks = () if rank else open_sinks(_run_of_sinks(runs, step))
-    for sink in session.sinks:
+        _sinks[process] = () if rank else open_sinks(_run_of_sinks(runs, step))
+    for sink in _sinks[process]:
         sink.write(step, values)
 
 
 def open_runs() -> list[RunRecords]:
     """The records of the open runs of this process; those of the first one if all are closed."""
-    runs: list[RunRecords] = current().runs
-    return [records for records in runs if not records.is_closed] or runs[:1]
+    return [records for records in runs() if not records.is_closed] or runs()[:1]
+
+
+def runs() -> list[RunRecords]:
+    """Those of this process. It forgets closed ones when another one begins."""
+    return _runs.setdefault(os.getpid(), [])
 
 
 def _run_of_sinks(runs: Sequence[RunRecords], step: int) -> SinkRun:

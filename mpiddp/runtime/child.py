@@ -71,7 +71,7 @@ class Child:
         self.pid = 0  # 0: it has not started
         self.status: int | None = None  # its exit code, or -N for signal N; None while it runs
         self.messages: dict[str, dict[str, Any]] = {}  # the latest of the script, by type
-        self._news: list[dict[str, Any]] = []  # those that `take_news` has not returned
+        self.news: list[dict[str, Any]] = []  # those on which the agent has not acted
         self.passed: set[int] = set()  # the signals that this agent has sent or has to send
         self.control: socket.socket | None = None  # to the script, which may close its end
         self._lines = Lines(VALUE_LIMIT)  # a message has the variables that the script has set
@@ -193,14 +193,9 @@ class Child:
                 try:
                     facts = json.loads(line)
                     self.messages[facts["type"]] = facts
-                    self._news.append(facts)
+                    self.news.append(facts)
                 except (ValueError, LookupError, TypeError):  # a stack, or a message cut by one
                     self._frames.append(line.decode(errors="replace"))
-
-    def take_news(self) -> list[dict[str, Any]]:
-        """The messages of the script since the last call."""
-        news, self._news = self._news, []
-        return news
 
     def stack(self) -> str | None:
         """The main thread's stack as the traceback module prints it: "" of a command, None if none comes.

@@ -1,4 +1,4 @@
-"""The collectives that a script has called, as torch itself records them ("flight recorder").
+"""What a thread reads of its script: its stacks, and the collectives in torch's own record ("flight recorder").
 
 Any thread can read them, while the main thread waits in one, on gloo and on NCCL. Each call has a number in
 its process group, which is the same on all ranks of the group: so the launcher can tell who has not come.
@@ -12,8 +12,11 @@ import ctypes
 import math
 import pickle
 import sys
+import threading
 import time
 from typing import Any
+
+from mpiddp.protocol.channel import TEXT_LIMIT
 
 # In a message, which 1,024 ranks may send every ten seconds: calls of all groups together, and groups.
 _MOST_CALLS, _MOST_GROUPS = 128, 32
@@ -135,3 +138,18 @@ def _may_ask_events(torch: Any) -> bool:
         torch.cuda.set_device(min(filter(torch._C._cuda_hasPrimaryContext, devices)))
         return not exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
     return False
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process except this one, the main thread's first."""
+    import traceback  # takes 5 ms
+
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = {
+        ident: f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    }
+    # Of a long stack, the end is kept, which shows where the thread is.
+    first = texts.pop(threading.main_thread().ident or 0, "")[-TEXT_LIMIT:]
+    return "\n".join([first, *texts.values()])[:TEXT_LIMIT]

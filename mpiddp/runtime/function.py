@@ -19,10 +19,8 @@ from mpiddp.errors import JobFailed, UserError, import_package
 from mpiddp.hosts.program_files import is_local
 from mpiddp.protocol.channel import mac
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import current
+from mpiddp.runtime.job.session import current, script_frames
 from mpiddp.runtime.join import join
-from mpiddp.runtime.script import script_frames
 
 _MAX_TRACEBACK, _LARGEST_ERROR = 1 << 15, 32 << 20  # characters, and bytes of the pickled exception
 
@@ -43,11 +41,11 @@ def main() -> None:
             try:
                 result = call()
             except SystemExit as end:
-                if ending_of(end, has_stopped=session.stop.has_stopped).is_failure:
+                if session.fails(end):
                     raise
                 result = None
             # A result that is refused ends the other ranks, which may still save.
-            session.finish()
+            session.progress.finish()
             rank = coordinator.name(coordinator.world.rank)
             answer(coordinator, pickled_result(result, facts["name"], rank), is_result=True)
         except (UserError, JobFailed, SystemExit):

@@ -17,20 +17,18 @@ import contextlib
 import dis
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_ID
 from mpiddp.runtime import patches, sinks
 from mpiddp.runtime.gpu import limit_threads
-from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import Session, current, script_session
+from mpiddp.runtime.job.session import EXIT_UNKNOWN, ProcessKind, Session, current, exit_now, script_session
 from mpiddp.runtime.rank_log import log_to_console
 from mpiddp.runtime.rendezvous.meet import meet
 from mpiddp.runtime.rendezvous.sockets import bind, resolve
@@ -39,7 +37,6 @@ from mpiddp.world import World
 Value = TypeVar("Value")
 
 _REACHED_S = 600.0  # in which all scripts reach a line, unless the caller says otherwise
-_EXIT_UNKNOWN = SystemExit(FAILED)  # a script has exited, and only its parent knows the code
 
 
 @contextlib.contextmanager
@@ -53,29 +50,29 @@ def join(world: World | None = None, timeout_s: float = _REACHED_S) -> Iterator[
     if not session.coordinator.hostnames:
         world = world or World.from_env()
         log_to_console(world.rank)
-        if session.control is None:
+        if session.kind is not ProcessKind.SCRIPT:
             patches.apply([patches.no_dns], session)
-        if session.has_agent:
-            _as_script(world, session, timeout_s)
-        else:
+        if session.kind is ProcessKind.BY_HAND:
             _by_hand(world, session)
+        else:
+            _as_script(world, session, timeout_s)
     coordinator = session.coordinator
     if session.is_member:  # mpiddp.Checkpoints has joined, and is the one to leave
         yield coordinator
         return
     session.is_member = True
     patches.apply([patches.stop_signal], session)
-    if not session.has_agent and coordinator.connection is not None:
+    if session.kind is ProcessKind.BY_HAND and coordinator.connection is not None:
         session.error = None  # the script has caught an earlier one
-        coordinator.listen(session.obey, partial(_watch, session))
-        _watch(session)  # news may have come since an earlier process group
+        coordinator.listen(session.obey, session.watch)
+        session.watch()  # news may have come since an earlier process group
     try:
         yield coordinator
     except BaseException as error:
-        _end(session, error)
+        session.end_group(error)
         raise
     else:
-        _end(session)
+        session.end_group()
     finally:
         session.is_member = False
 
@@ -107,8 +104,8 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
         node_rank=int(env["GROUP_RANK"]),
         num_nodes=int(env["GROUP_WORLD_SIZE"]),
     )
-    # Before the script imports torch, it has no `session.store`, and will have one.
-    is_served = session.control is not None and patches.is_on(patches.store_of_job.__name__)
+    # A script has its agent's process for the store, or will have one once it imports torch.
+    is_served = session.kind is ProcessKind.SCRIPT and patches.is_on(patches.store_of_job.__name__)
     if world.rank == 0 and world.world_size > 1 and not (is_served or env.get(AGENT_STORE) == "True"):
         # As in a command, nobody serves the store yet, unless the script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
@@ -135,52 +132,9 @@ def _by_hand(world: World, session: Session) -> None:
     os.environ.update(env)
     if listener is not None:
         session.torch_store = serve_store(env, listener.detach())
-    atexit.register(_leave_at_exit, session)
+    atexit.register(session.leave_at_exit)
     if world.local_world_size is None:  # the local ranks have just been counted
         limit_threads(session.coordinator.world)
-
-
-def _end(session: Session, error: BaseException | None = None) -> None:
-    """Leave after a success. Say why it is none, and raise SystemExit for a UserError or a JobFailed."""
-    if session is not current():  # a forked child
-        return
-    ending = ending_of(error, has_stopped=session.stop.has_stopped)
-    is_unknown = error is _EXIT_UNKNOWN
-    if is_unknown or not ending.is_failure:  # many scripts end with sys.exit(main())
-        try:
-            session.finish()
-            session.leave(waits=False if is_unknown else None)
-            return
-        except (JobFailed, OSError) as failure:
-            error = JobFailed(str(failure))
-            ending = ending_of(error)
-    if not session.has_agent:
-        session.error = error
-    if error is None or ending.traceback:  # Python prints a traceback itself
-        return
-    is_exit = isinstance(error, SystemExit)
-    if session.has_agent or not is_exit:
-        session.fail(error)
-    if not is_exit:
-        raise SystemExit(ending.code) from None
-
-
-def _watch(session: Session) -> None:
-    """Agree on a stop, or end with the rank that has failed. The thread that receives calls this."""
-    ranks = session.coordinator
-    session.stop.agree()
-    if ranks.code_of_failure or ranks.is_lost:
-        time.sleep(GRACE_S)
-        if session.is_member:
-            exit_now(ranks.code_of_end())
-
-
-def _leave_at_exit(session: Session) -> None:
-    """Leave, unless an error ends this process. The script has caught any other one."""
-    fails = isinstance(session.error, SystemExit) or getattr(sys, "last_value", None)
-    session.error = None  # its frames would keep the script's files open
-    if session is current() and not fails:
-        session.coordinator.send("leave")
 
 
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
@@ -193,9 +147,9 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
     def leave() -> None:
         session = current()
         error: BaseException | None = session.error or getattr(sys, "last_value", None)
-        if session.control is None and error is None and not session.stop.has_stopped:
+        if session.kind is not ProcessKind.SCRIPT and error is None and not session.stop.has_stopped:
             last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
-            error = None if last_instruction.startswith("RETURN") else _EXIT_UNKNOWN
+            error = None if last_instruction.startswith("RETURN") else EXIT_UNKNOWN
         context.__exit__(type(error) if error else None, error, None)
 
     at_exit(leave)
@@ -224,11 +178,3 @@ def at_exit(action: Callable[[], None]) -> None:
             exit_now(FAILED)
 
     atexit.register(act, os.getpid())
-
-
-def exit_now(code: object) -> NoReturn:
-    """End the process with this code, without the remaining handlers of atexit."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a script may replace them by anything
-            stream.flush()
-    os._exit(code if isinstance(code, int) else 1)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from mpiddp.runtime.gpu import prepare
 from mpiddp.runtime.gpu_readings import reading_gpus
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import CLAIM, GRACE_S, Coordinator
-from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
+from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
 from mpiddp.runtime.store_port import StorePort
 
@@ -33,12 +34,22 @@ _END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker 
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # the loop looks at the clock this often if nothing happens
 
 
-class RankAttempt:
-    """One attempt of a rank, from the start of its program to its end.
+class State(Enum):
+    """The state of an attempt. docs/architecture.md has what each event does in each."""
 
-    `spare` is the child that an earlier attempt has started for this one.
-    docs/architecture.md has its states, and what each event does in each.
-    """
+    MEETING = auto()  # the ranks meet, and the script's Python starts meanwhile
+    RUNNING = auto()  # until the program has ended
+    ENDING = auto()  # the others make the program end
+    HELD = auto()  # it has ended, and the launcher may begin the next attempt
+    OVER = auto()  # nothing is left to run
+
+
+class EndedFromOutside(Exception):
+    """The others make this program end. Its end is not reported."""
+
+
+class RankAttempt:
+    """One attempt of a rank. `spare` is the child that an earlier attempt has started for this one."""
 
     def __init__(self, rank: Rank, store: StorePort, spare: Child | None = None) -> None:
         self.rank, self.world, self.store, self.holds = rank, rank.world, store, rank.orders.holds
@@ -52,7 +63,9 @@ class RankAttempt:
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
         self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
-        self._ended_by = EndedBy.SCRIPT
+        self.state = State.MEETING
+        self._next: State | None = None  # HELD, or OVER because of the others; None: the program decides
+        self._is_asked = False  # the launcher has requested a stop
         self._code = FAILED  # the exit code of this rank
         self._ends_at: float | None = None  # when a failure elsewhere ends the program
         self._signals: int | None = None  # a file with the signals, once the ranks have met
@@ -70,7 +83,7 @@ class RankAttempt:
         except BaseException as error:
             ending = ending_of(error)
             self.holds = False  # this process ends
-            if self.rank.launcher is not None or not isinstance(error, Refused):
+            if self.coordinator.has_launcher or not isinstance(error, Refused):
                 self._report(ending)
             is_reported = self.coordinator.has_launcher or self.coordinator.hostnames
             if isinstance(error, JobFailed | UserError) and is_reported:
@@ -80,11 +93,10 @@ class RankAttempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
-        if self._ended_by is EndedBy.HOLD:
+        if self._next is State.HELD:
             self._wait_for_launcher()
         else:
-            is_done = self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE)
-            self._leave(is_done=is_done, waits=stops or not is_done or self.store.pid > 0)
+            self._leave(stops=stops)
         return self._code
 
     def _end_script(self) -> None:
@@ -104,13 +116,15 @@ class RankAttempt:
         while child.runs and time.monotonic() < deadline:
             self._wait()
 
-    def _leave(self, *, is_done: bool, waits: bool) -> None:
-        """Tell the others that no script runs here. With `waits`, wait until none runs elsewhere.
+    def _leave(self, *, stops: bool) -> None:
+        """Tell the others that no script runs here, and wait until none runs elsewhere, if that matters.
 
         Other ranks may need torch's store, which ends with this process. After a failure or a stop, the first
         rank that exits makes the MPI end the others at once.
         """
-        ranks = self.coordinator
+        ranks, self.state = self.coordinator, State.OVER
+        is_done = self._next is not State.OVER and (stops or self._code == DONE)
+        waits = stops or not is_done or self.store.pid > 0
         is_limited = not (is_done or ranks.has_launcher)
         limit_s = GRACE_S + self.rank.orders.failed_grace_s + _END_S if is_limited else None
         ranks.give("ended", None, timeout_s=limit_s)
@@ -124,12 +138,13 @@ class RankAttempt:
 
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
+        self.state = State.HELD
         self.child.close()
         if self.spare is not None:  # the job now waits for it
             self.spare.nice = 0
         self._ends_at = None
         self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
-        while self.again is None and self._ended_by is EndedBy.HOLD:
+        while self.again is None and self._next is State.HELD:
             self._wait()
         if self.again is not None and self.coordinator.connection is not None:
             self.coordinator.connection.close()
@@ -167,7 +182,7 @@ class RankAttempt:
                 private.remove(rank.private_file)
         # Adopt orphans from here on: the channel process, where no launcher serves, must not be ours.
         adopt_orphans()
-        self._signals = caught_signals()
+        self._signals, self.state = caught_signals(), State.RUNNING
         ranks = self.coordinator
         env |= variables_of_script(ranks, self._error_file)
         os.environ.update(env)
@@ -182,7 +197,6 @@ class RankAttempt:
     def _connect(self, launcher: Server) -> None:
         world = self.world
         self.coordinator.connect(world, launcher)
-        self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
         outputs = [stream.key for stream in self.child.outputs]
         self.coordinator.send("started", host=world.hostname, pid=os.getpid(), outputs=outputs)
@@ -216,11 +230,11 @@ class RankAttempt:
         while child.status is None:
             self._wait()
         ending = child.ending()
-        if self._ended_by is EndedBy.SCRIPT and not ending.is_failure:
+        if self._next is None and not (self._is_asked or ending.is_failure):
             self._readings.close()  # its tool would be taken for a process that the program has left
             child.name_what_is_left()
         stops = self._report(ending)
-        if self._ended_by is not EndedBy.OTHERS:
+        if self._next is not State.OVER:
             self._code = ending.code
         self._clear(_END_S)
         return stops
@@ -252,8 +266,8 @@ class RankAttempt:
         # Before `hear`, because a script writes its last message before it ends.
         child.others -= reap()
         child.hear()
-        for facts in child.take_news():
-            self._on_message(facts)
+        while child.news:
+            self._on_message(child.news.pop(0))
         for process in filter(None, (child, self.spare)):
             process.set_priority()
         if self.spare is not None and self.spare.status is not None:
@@ -279,8 +293,9 @@ class RankAttempt:
             case "hidden" if child.outputs:
                 child.outputs[-1].save(facts["text"].encode(errors="backslashreplace"))
             case "stopping":
-                self._note_request(facts["signal"])
-            case "unhandled" if self._ended_by is EndedBy.STOP_REQUEST:
+                child.passed.add(facts["signal"])
+                self._is_asked = True
+            case "unhandled" if self._is_asked and self.state is State.RUNNING:
                 # Until a script calls `should_stop`, only a signal without a handler ends it.
                 child.pass_on(signal.SIGTERM)
             case "claim":  # of a script without a connection of its own
@@ -303,29 +318,25 @@ class RankAttempt:
     def _obey(self, facts: Mapping[str, Any]) -> None:
         match facts:
             case {"type": "end", "code": int(code)}:
-                self._cut(EndedBy.OTHERS, code)
+                self._cut(State.OVER, code)
             case {"type": "hold"} if not self.holds:
-                self._cut(EndedBy.OTHERS)
-            case {"type": "hold"} if self._signals is None:
-                self._cut(EndedBy.HOLD)
+                self._cut(State.OVER)
+            case {"type": "hold"} if self.state is State.MEETING:
+                self._cut(State.HELD)
             case {"type": "hold"} if self.child.status is None:
                 self._ends_at = time.monotonic() + GRACE_S
             case {"type": "again", "orders": str(orders)}:
                 self.again = Orders.unpacked(orders)
             case {"type": "stop", "signal": int(number)}:
-                if self._ended_by is EndedBy.SCRIPT:
+                if self._next is None and not self._is_asked:
                     self.child.pass_on(number)
-                self._note_request(number)
+                self.child.passed.add(number)
+                self._is_asked = True
             case {"type": "size", "columns": int(columns), "rows": int(rows)}:
                 self._resize(columns, rows)
             case {"type": "stacks"}:
                 if (text := self.child.stack()) is not None:  # if not, the script itself answers
                     self.coordinator.send("stacks", text=text[-TEXT_LIMIT:])
-
-    def _note_request(self, number: int) -> None:
-        self.child.passed.add(number)
-        if self._ended_by is EndedBy.SCRIPT:
-            self._ended_by = EndedBy.STOP_REQUEST
 
     def _resize(self, columns: int, rows: int) -> None:
         """Give the script's terminals the launcher's new size, and tell the script as a terminal does."""
@@ -343,20 +354,20 @@ class RankAttempt:
             child.tell({"type": "lost_connection"})  # it explains the lost connection
         if (ranks.first_failure or not ranks.connection) and child.messages.pop("claim", {}):
             child.tell({"type": "claim", "first": ranks.first_failure or (True, "")})
-        if self._ended_by is EndedBy.OTHERS:
+        if self._next is State.OVER:
             return
         ranks.is_lost |= self._is_cut_off(now)
         if self.rank.daemon not in (None, os.getppid()):
-            self._cut(EndedBy.OTHERS)
+            self._cut(State.OVER)
         elif ranks.code_of_failure or ranks.is_lost:
             self._ends_at = self._ends_at or now + GRACE_S
             if now >= self._ends_at:
-                self._cut(EndedBy.OTHERS, ranks.code_of_end())
+                self._cut(State.OVER, ranks.code_of_end())
         elif self._ends_at and child.status is None:
             if "over" in child.messages:  # the script has failed too, and only its Python ends yet
                 child.end(0.0)
             elif now >= self._ends_at:
-                self._cut(EndedBy.HOLD)
+                self._cut(State.HELD)
 
     def _is_cut_off(self, now: float) -> bool:
         """Whether the launcher's host is silent, and the script makes no steps.
@@ -365,26 +376,26 @@ class RankAttempt:
         """
         connection, lost_s = self.coordinator.connection, self.rank.orders.lost_s
         stepped_at = self.child.messages.get("progress", {}).get("at", 0.0)
-        if connection is None or self.rank.launcher is None or now - stepped_at <= lost_s:
+        if connection is None or not self.coordinator.has_launcher or now - stepped_at <= lost_s:
             return False
         return silence_s(connection) > 2 * lost_s
 
-    def _cut(self, ended_by: EndedBy, code: int = FAILED) -> None:
-        """End for this reason, with this code. Raises EndedFromOutside, unless the program has ended."""
-        is_over = self.child.status is not None or self._ended_by in (EndedBy.HOLD, EndedBy.OTHERS)
-        if self._ended_by is not EndedBy.OTHERS:
-            self._ended_by, self._code = ended_by, code
-        if not is_over:
+    def _cut(self, state: State, code: int = FAILED) -> None:
+        """Get into this state, HELD or OVER, with this code. Raises EndedFromOutside if the program runs."""
+        if self._next is not State.OVER:
+            self._next, self._code = state, code
+        if self.state in (State.MEETING, State.RUNNING) and self.child.status is None:
+            self.state = State.ENDING
             raise EndedFromOutside
 
     def _report(self, ending: Ending) -> bool:
         """Tell the launcher, or else the other ranks, how this rank ends. Returns whether on request."""
-        if self._ended_by is EndedBy.OTHERS:
+        if self._next is State.OVER:
             return False
-        child, ranks, has_launcher = self.child, self.coordinator, self.rank.launcher is not None
+        child, ranks = self.child, self.coordinator
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
-        is_asked = self._ended_by is EndedBy.STOP_REQUEST if has_launcher else None
+        is_asked = self._is_asked if ranks.has_launcher else None
         # If scripts within a command agree on a stop, its agent is not told.
         says_so = child.is_command or "stopped" in child.messages
         stops = ending.stops(child.passed, is_asked=is_asked, says_so=says_so)
@@ -395,15 +406,15 @@ class RankAttempt:
             has_left = child.is_command or "left" in child.messages or ending.is_failure
             ranks.send("done" if has_left else "exited")
             return stops
-        if has_launcher:
+        if ranks.has_launcher:
             passed = {"passed": True} if ending.signal in child.passed else {}
             ranks.send("failed", **ending.facts, **child.lack_of_memory, **passed)
         elif ranks.hostnames and ranks.claim_first_failure()[0]:
             line = ending.line(ranks.name(self.world.rank))
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed those
                 errors.print_error(line)
-        if self.holds and self._ended_by is EndedBy.SCRIPT:
-            self._ended_by = EndedBy.HOLD
+        if self.holds and not self._is_asked:
+            self._next = State.HELD
         else:
             ranks.send("fail", code=ending.code)
         return False

@@ -94,12 +94,12 @@ def saving() -> Iterator[None]:
 
     Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints` does this itself.
     """
-    session = script_session()
-    session.count_saves(1)
+    progress = script_session().progress
+    progress.count_saves(1)
     try:
         yield
     finally:
-        session.count_saves(-1)
+        progress.count_saves(-1)
 
 
 def should_stop() -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from mpiddp.errors import STOPPED, aid
@@ -28,8 +28,7 @@ from mpiddp.protocol.channel import CHUNK, SPARE_NAME
 from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
-from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import Session, current, out_of_the_way, script_session
+from mpiddp.runtime.job.session import ProcessKind, Session, current, out_of_the_way, script_session
 from mpiddp.runtime.job.stopping import interrupts_end, stop_on
 from mpiddp.world import World
 
@@ -38,7 +37,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
-_OUR_FOLDER = str(Path(__file__).parent)  # the frames of its files lead to a script
 _USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
 _INSTALLED = "-packages"  # is in the path of an installed module
 
@@ -47,8 +45,7 @@ def main() -> None:
     """Run the script of a rank. The process ends as under python."""
     number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     session = current()
-    session.has_agent = True
-    session.control = out_of_the_way(socket.socket(fileno=number))
+    session.kind, session.control = ProcessKind.SCRIPT, out_of_the_way(socket.socket(fileno=number))
     is_ours = kind == "module" and name.partition(".")[0] == "mpiddp"
     # python itself puts the script's folder first, unless it is told not to (-P, since Python 3.11). A module
     # of ours, such as the doctor's job, imports nothing from there.
@@ -68,55 +65,7 @@ def main() -> None:
         _run(kind, name)
     except BaseException as caught:
         session.error = caught
-    error, is_shown = session.error, True
-    with _handlers_wait() if error else nullcontext():
-        ending = ending_of(error, has_stopped=session.stop.has_stopped)
-        if error and ending.is_failure:
-            is_shown = session.fail(error)
-    if error is None or not ending.is_failure:
-        session.tell_agent("left")
-        if not session.is_member:  # otherwise a handler of atexit leaves
-            session.leave()
-    elif ending.traceback:  # otherwise a sentence says it all
-        frames = script_frames(error.__traceback__)
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
-        if is_shown:
-            _show(error.with_traceback(frames))
-    code: int | str | None = ending.code
-    if isinstance(error, SystemExit):
-        code, error.__traceback__ = error.code, None
-    # Python flushes the script's open files only if nothing but sys.last_value keeps its frames.
-    error = frames = None
-    sys.exit(code)
-
-
-def _show(error: BaseException) -> None:
-    """Print the error that ends the script as python does, also if the script's own hook fails."""
-    try:
-        sys.excepthook(type(error), error, error.__traceback__)
-    except Exception as second:
-        second.__traceback__ = script_frames(second.__traceback__)
-        for title, shown in (
-            ("Error in sys.excepthook", second),
-            ("\nOriginal exception was", error),
-        ):
-            print(f"{title}:", file=sys.stderr)
-            sys.__excepthook__(type(shown), shown, shown.__traceback__)
-
-
-@contextmanager
-def _handlers_wait() -> Iterator[None]:
-    """Let the script's handlers of signals wait for those of atexit, where their errors are no cause.
-
-    That of DataLoader raises one when a worker ends, often just after the error that ends the script.
-    """
-    numbers = signal.valid_signals()
-    handlers = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
-    for number in handlers:
-        signal.signal(number, lambda number, _: atexit.register(signal.raise_signal, number))
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    sys.exit(session.end_script())
 
 
 def _begin(session: Session, control: socket.socket) -> None:
@@ -301,10 +250,3 @@ def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
     if code == STOPPED:
         stop.stopped()
     return code
-
-
-def script_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that lead to the script."""
-    while traceback and traceback.tb_frame.f_code.co_filename.startswith(("<frozen ", _OUR_FOLDER)):
-        traceback = traceback.tb_next
-    return traceback

@@ -36,6 +36,7 @@ from mpiddp.launch.plan.options import LaunchOptions, option_parser, variables_o
 from mpiddp.launch.run import job
 from mpiddp.protocol import variables
 from mpiddp.runtime.job import coordinator
+from mpiddp.runtime.rank_attempt import State
 from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
 from mpiddp.train.main import AVERAGE_EVERY
 from mpiddp.train.train import RECIPES
@@ -111,6 +112,12 @@ def test_what_a_program_writes_is_current(path, text):
 def test_every_page_that_a_program_writes_is_written_by_one_command():
     says = {page for page in PAGES if "<!-- Written by `python -m docs." in page.read_text()}
     assert says == {path for path in written() if path.suffix == ".md"}
+
+
+def test_the_states_of_an_attempt_are_those_of_the_code():
+    page = (ROOT / "docs/architecture.md").read_text()
+    (head,) = re.findall(r"^\| event .*", page, re.M)
+    assert [*re.findall(r"\*(\w+)\*", head), "over"] == [state.name.lower() for state in State]
 
 
 def test_the_readme_says_what_was_measured():

@@ -19,8 +19,8 @@ import torch
 
 import mpiddp
 from mpiddp.checkpoints.bucket import local_path
+from mpiddp.checkpoints.records import runs
 from mpiddp.cli import main
-from mpiddp.runtime.job.session import current
 from tests.support import installs, tiny_data
 from tests.support.cluster import faults
 from tests.support.own_script import DIES, STEPS, example
@@ -393,7 +393,7 @@ def test_what_cannot_be_saved(here):
         refused = pytest.raises(TypeError, match=rf"^{re.escape(where)}: .*\b{kind}\.( |$)")
         with mpiddp.Checkpoints(here.folder / "run") as checkpoints, refused:
             checkpoints.save(1, state)
-        current().runs.clear()  # or the tests after this one would write their records into it
+        runs().clear()  # or the tests after this one would write their records into it
     assert not (here.folder / "run").exists()
 
 
@@ -880,7 +880,7 @@ def test_a_bucket_is_one_more_copy(tmp_path, monkeypatch, capsys):
             checkpoints.save(step, {"step": torch.tensor(step)})
             checkpoints._wait_for_own_save()
         checkpoints._end(KeyboardInterrupt())
-        current().runs.clear()
+        runs().clear()
 
     def in_bucket() -> list[int]:
         return steps_kept(store / "a")
@@ -893,7 +893,7 @@ def test_a_bucket_is_one_more_copy(tmp_path, monkeypatch, capsys):
         checkpoints.resume()  # the newest one may be there
     store.unlink()
     gone.rename(store)
-    current().runs.clear()
+    runs().clear()
 
     checkpoints = mpiddp.Checkpoints(address, every=None, keep=2)
     assert checkpoints.resume().step == 1
@@ -909,7 +909,7 @@ def test_a_bucket_is_one_more_copy(tmp_path, monkeypatch, capsys):
     store.unlink()
     gone.rename(store)
     assert (steps_kept(local), in_bucket()) == ([2, 3], [1])
-    current().runs.clear()
+    runs().clear()
 
     assert mpiddp.load(address).step == 1
     train(4)  # back: it goes on from the disk, and uploads what is newer

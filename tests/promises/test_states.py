@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mpiddp
 from mpiddp.checkpoints import folders
+from mpiddp.checkpoints.records import runs
 from mpiddp.cli import main
-from mpiddp.runtime.job.session import current
 from tests.support.patience import slowness
 from tests.support.place import eventually, program
 from tests.support.ranks import LAUNCH
@@ -38,7 +38,7 @@ fork = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def run_of_this_test() -> Iterator[None]:
     yield
-    current().runs.clear()
+    runs().clear()
 
 
 def saved_run(folder: Path, *states: dict[str, Any], **options: Any) -> Path:

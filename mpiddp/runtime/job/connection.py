@@ -26,12 +26,13 @@ _ATTEMPT_S, _RETRY_S = 10.0, 0.2
 class Server(NamedTuple):
     """Where the server listens, "host:port" or "unix:path", and the key of the job.
 
-    `is_own`: the key is that of the one member that has it. A server beside rank 0 has no `lost_s`.
+    `is_own`: the key is that of the one member that has it. A server beside rank 0 is no launcher.
     """
 
     address: str
     key: str
     is_own: bool = False
+    is_launcher: bool = False
     lost_s: float = 0.0  # seconds of silence, after which a launcher gives up a host
 
     def member_key(self, rank: int, role: str = RANK) -> str:

@@ -61,7 +61,7 @@ class Coordinator:
         self.server: Server  # once it is connected
         self.hostnames: Sequence[str] = ()  # [world_size]; () until the ranks have met
         self.ranks_here: Sequence[int] = ()  # the ranks of this host; () until the agents have met
-        self.has_launcher = False  # a launcher prints why the job failed
+        self.has_launcher = False  # it is connected to a launcher, which prints why the job failed
         self.connection: socket.socket | None = None
         self._seals: Seals  # of its lines, once it is connected
         # While ranks meet over MPI, this gathers their texts in place of the server.
@@ -89,7 +89,7 @@ class Coordinator:
 
         member = connect_to_server(server, world, "hello", role=role, answer_s=answer_s)
         self.connection, self.group, self._seals = member
-        self.world, self.server = world, server
+        self.world, self.server, self.has_launcher = world, server, server.is_launcher
 
     def forget(self) -> None:
         """Close a forked child's copy of the connection, which would hide the end of this process."""

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Set
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,19 +32,6 @@ class Refused(SystemExit):
     def __init__(self, code: int, sentence: str = "") -> None:
         super().__init__(code)
         self.sentence = sentence
-
-
-class EndedBy(Enum):
-    """What ends the program of a rank, or has ended it."""
-
-    SCRIPT = auto()  # itself
-    STOP_REQUEST = auto()  # so far, the launcher has requested a stop of its program
-    HOLD = auto()  # some rank has failed, and the launcher may begin the next attempt
-    OTHERS = auto()  # another rank, the launcher or the daemon of the MPI has ended
-
-
-class EndedFromOutside(Exception):
-    """A hold, or the end of others, ends this program. Its end is not reported."""
 
 
 class Ending(NamedTuple):
@@ -155,7 +141,8 @@ def _may_follow(error: BaseException) -> bool:
 def ending_of_process(status: int, recorded: Ending, error_file: str = "") -> Ending:
     """The ending of a process with this exit code, -N if signal N has killed it: 128 + N, as in a shell.
 
-    What its script has `recorded`, or has in the file, explains this end, or else only an error before it.
+    If the script has recorded an error with this exit code, that is the ending: `recorded`, or in the file.
+    Otherwise the ending has the process's own code, and the recorded sentence only as a hint.
     """
     from mpiddp.files import read_limited  # only agents need it
 

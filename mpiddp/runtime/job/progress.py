@@ -1,10 +1,11 @@
-"""How far the training of this process is, and what it shows of itself, for the launcher's status."""
+"""How far the training of this process is, what it shows of itself, and its saves."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,13 +21,17 @@ PROGRESS_EVERY_S = 0.5
 
 
 class Progress:
-    """The latest step of this process, and the values to show with it."""
+    """The latest step of this process, the values to show with it, and the saves in flight."""
 
     def __init__(self, coordinator: Coordinator, tell_agent: Callable[..., None]) -> None:
         self._coordinator, self._tell_agent = coordinator, tell_agent
         self._step, self._counter = 0, BY_OPTIMIZER
         self._sent_at = 0.0
         self._shown: dict[str, Any] = {}  # these values have not been sent
+        self._saves, self._lock = 0, threading.RLock()
+        self.savers: list[Callable[[], None]] = []  # functions that wait for saves of this rank
+        # They are called on every rank, the latest first, once its script has succeeded.
+        self.before_leaving: list[Callable[[], None]] = []
 
     def count(self, step: int, counter: int) -> None:
         """Report this step by one who counts, at most twice a second. Most calls send nothing.
@@ -58,6 +63,24 @@ class Progress:
             is_shown = has_room and (is_whole or type(value) in (float, str))
             if is_shown and len(json.dumps({name: value})) <= _LONGEST_SHOWN:
                 self._shown[name] = value
+
+    def count_saves(self, difference: int) -> None:
+        """Count one more save, or one less. 0 says that this rank has saved, and waits for the others."""
+        with self._lock:
+            self._saves += difference
+            if self._saves == max(0, difference):  # the first begins, or the last has ended
+                self._coordinator.tell_launcher("saving", active=bool(self._saves))
+                self._tell_agent("saving", active=bool(self._saves))
+
+    def wait_for_saves(self) -> None:
+        """Wait until this rank has no save in flight, whether the saves succeed or not. Not a collective."""
+        for wait in self.savers:
+            wait()
+
+    def finish(self) -> None:
+        """Make the calls before leaving. Raises JobFailed if the script has not succeeded after all."""
+        while self.before_leaving:
+            self.before_leaving.pop()()
 
 
 def _usage() -> dict[str, float]:

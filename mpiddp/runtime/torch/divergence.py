@@ -84,7 +84,7 @@ def check_divergence(
         return
     name = f"rank {dist.get_rank()} on {socket.gethostname()}"
     names, digests = zip(*_of_all_ranks((name, digest_by_name), group), strict=True)
-    current().wait_for_saves()
+    current().progress.wait_for_saves()
     _of_all_ranks(None, group)  # the first rank to exit ends the others
     at = "" if step is None else f"step {step}: "
     raise JobFailed(f"{at}the ranks have diverged: {differing_ranks(names, digests)}.")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import is_part
 from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S
-from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import enter_until_exit, join
 from mpiddp.runtime.patches import await_gloo
@@ -87,13 +86,8 @@ def process_group(
                 dist.barrier()
             yield world._replace(backend=backend, device=str(device))
         except BaseException as error:
-            is_failure = ending_of(error, has_stopped=session.stop.has_stopped).is_failure
-            if session is current() and is_failure and not isinstance(error, Refused):
-                if session.has_agent:
-                    # Before the group is destroyed, which makes the other ranks fail as well.
-                    session.claim(error)
-                # NCCL would wait for operations of the others, and delay the report.
-                destroys = is_gloo
+            # NCCL would wait for operations of the others, and delay the report.
+            destroys = not session.begins_to_fail(error) or is_gloo
             raise
         finally:
             # A script of torchrun's kind may have destroyed it itself.

@@ -23,13 +23,13 @@ from mpiddp.checkpoints import folders
 from mpiddp.checkpoints import save as saving
 from mpiddp.checkpoints.agreement import Union
 from mpiddp.checkpoints.folders import About, BrokenCheckpoint
+from mpiddp.checkpoints.records import runs
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError
 from mpiddp.files import read_limited
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
 from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
@@ -40,7 +40,7 @@ from tests.support.ranks import clean_env
 def run_of_this_test() -> Iterator[None]:
     """A run whose folder was refused stays that of the process."""
     yield
-    current().runs.clear()
+    runs().clear()
 
 
 def num_large_tensors() -> int:

@@ -20,7 +20,9 @@ ours = [name for name in sys.modules if name.startswith("mpiddp.")]
 modules = [name for name in ours if not hasattr(sys.modules[name], "__path__")]
 is_early = "torch" in sys.modules
 def early(): pass
+files = {*os.listdir("/proc/self/fd")}
 import torch
+files = {*os.listdir("/proc/self/fd")} - files
 visited = {id(each) for each in gc.get_objects()}
 class Node: pass
 node = Node(); node.self = node; seen = weakref.ref(node); del node; gc.collect()
@@ -29,6 +31,7 @@ found = {
     "torch is visited": id(vars(torch)) in visited,
     "the script is visited": id(globals()) in visited and id(early) in visited,
     "garbage is collected": gc.isenabled() and seen() is None,
+    "files stay open": bool(files),
     "modules": modules,
 }
 os.write(1, f"{json.dumps(found)}\\n".encode())
@@ -41,7 +44,7 @@ os.write(1, f"{json.dumps(found)}\\n".encode())
     ids=["launch", "alone"],
 )
 def test_a_script_begins_after_few_modules(tmp_path, monkeypatch, command, most):
-    """torch comes with the script's own import. The garbage collector does not visit its objects."""
+    """torch comes with the script's own import, and opens no files. The garbage collector does not visit its objects."""
     for name in VISIBLE:
         monkeypatch.delenv(name, raising=False)
     done = run_command([*command, script(tmp_path, LOOK)])
@@ -50,7 +53,7 @@ def test_a_script_begins_after_few_modules(tmp_path, monkeypatch, command, most)
         modules = found.pop("modules")
         assert len(modules) <= most, modules
         assert not [name for name in modules if name.startswith("mpiddp.runtime.torch")]
-        torch = {"torch is imported before": False, "torch is visited": False}
+        torch = {"torch is imported before": False, "torch is visited": False, "files stay open": False}
         assert found == {**torch, "the script is visited": True, "garbage is collected": True}
 
 
@@ -107,6 +110,45 @@ def test_what_connects(tmp_path, who):
     done = run_command([*LAUNCH, "-H", f"localhost:{ranks}", script(tmp_path, text)])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == lines
+
+
+KINDS = """
+import os, subprocess, sys
+from mpiddp.runtime.job.session import current
+
+def say():
+    os.write(1, f"{current().kind.name}\\n".encode())
+
+def fork(act):
+    child = os.fork()
+    if child == 0:
+        act()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+say()
+if len(sys.argv) == 1:
+    fork(lambda: (say(), fork(say)))
+    subprocess.run([sys.executable, __file__, "again"])
+    os.environ.pop("MPIDDP_RUN_ID", None)
+    subprocess.run([sys.executable, __file__, "again"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "of_forks", "of_what_it_starts"),
+    [
+        ([*LAUNCH, "-H", "localhost"], "SCRIPT", "FORK", "WITHIN"),
+        ([*LAUNCH, "-H", "localhost", "--", sys.executable], "WITHIN", "WITHIN", "WITHIN"),
+        ([sys.executable], "BY_HAND", "BY_HAND", "BY_HAND"),
+    ],
+    ids=["a script", "a command", "by hand"],
+)
+def test_what_a_process_is_in_its_job(tmp_path, how, kind, of_forks, of_what_it_starts):
+    """A process is by hand, too, if it starts without the id of the job."""
+    done = run_command([*how, script(tmp_path, KINDS)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [kind, of_forks, of_forks, of_what_it_starts, "BY_HAND"]
 
 
 FOLDS_AND_A_GAN = """

@@ -9,7 +9,7 @@ import pytest
 
 from mpiddp.runtime.at_import import AtImport
 from mpiddp.runtime.job.coordinator import ChannelLost
-from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.session import ProcessKind, Session
 from mpiddp.runtime.script import _message_of_agent
 from mpiddp.world import World
 
@@ -45,7 +45,7 @@ def test_two_messages_of_the_agent_at_once():
 
 def test_a_rank_without_the_others_decides_no_stop():
     """Otherwise it would save after another step than they do."""
-    session = Session()
+    session = Session(ProcessKind.SCRIPT)
     ranks, stop = session.coordinator, session.stop
     ranks.world, stop.is_requested = World(0, 2, 0, 2), True
     assert not stop.should_stop()  # proposes the third step
@@ -58,7 +58,7 @@ def test_a_rank_without_the_others_decides_no_stop():
 def test_a_ctrl_c_is_shown_by_rank_0_alone(monkeypatch):
     """Whatever a script writes into RANK."""
     monkeypatch.setenv("RANK", "0")
-    session = Session()
+    session = Session(ProcessKind.SCRIPT)
     shown = []
     for session.rank in range(2):
         shown.append(session.fail(KeyboardInterrupt(), is_printed=True))
