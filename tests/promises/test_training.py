@@ -349,6 +349,30 @@ def test_first_difference_is_named(here, ranks, what, first):
     assert re.search(rf"step 1, .*rank {last} on .*{first}", done.stderr), done.stderr
 
 
+# Rank 0 of torch's group is rank 1 of the job, and its second run ends early.
+ENDS_EARLY = """
+import os, torch, torch.distributed as dist, mpiddp
+
+world = mpiddp.init(backend="gloo")
+dist.destroy_process_group()
+dist.init_process_group("gloo", store=dist.FileStore("store"), rank=1 - world.rank, world_size=2)
+runs = iter([3, 2] if world.rank == 1 else [3, 3])
+
+def begin():
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    return model, torch.optim.SGD(model.parameters()), (torch.ones(()) for _ in range(next(runs)))
+
+mpiddp.check_determinism(begin)
+"""
+
+
+def test_a_second_run_that_ends_early(here):
+    """A run that ends before the other one is a difference as well, also where a script numbers its ranks anew."""
+    done = here.run("launch", *here.where(2), here.script(ENDS_EARLY)).assert_code(1)
+    assert "two runs of 3 steps from the same start differ: first in step 3, on rank 0 on " in done.stderr
+
+
 # Ranks that diverge
 
 
