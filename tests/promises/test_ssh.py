@@ -14,7 +14,7 @@ from mpiddp.checkpoints import folders
 from mpiddp.text import FIX
 from tests.support.cluster import Cluster, faults
 from tests.support.cluster.faults import begins_with, sshd_with
-from tests.support.cluster.host import TMPDIR
+from tests.support.cluster.host import TMPDIR, USER
 from tests.support.cluster.needs import need, tool
 from tests.support.doctor_faults import shelled
 from tests.support.machine import executable
@@ -266,6 +266,17 @@ def test_a_host_without_space(hosts, folder, names_it):
         done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
     full = f"node1: OSError: [Errno 28] No space left on device{names_it}."
     assert (done.code, done.said, done.fixes) == (1, [full], ["ssh node1 df"])  # no bad input
+
+
+def test_a_working_folder_that_this_user_may_not_enter(hosts):
+    """A working folder that the user may not enter, as root's over NFS, is named before the start."""
+    (closed := hosts.folder / "closed").mkdir(mode=0o700)
+    enter = f'cd "$0" && exec setpriv --reuid={USER} --regid={USER} --clear-groups env HOME=/ "$@"'
+    for where in (["-n", "2"], ["-H", "node0:1"]):
+        launch = [sys.executable, "-m", "mpiddp", "launch", *where, "--", "true"]
+        done = hosts["node0"].run(["sh", "-c", enter, closed, *launch])
+        said = "mpiddp: the working folder cannot be used: Permission denied.\n"
+        assert (done.returncode, done.stderr.endswith(said)) == (2, True), done
 
 
 def test_a_python_that_may_not_be_executed(hosts):

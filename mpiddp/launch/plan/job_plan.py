@@ -254,6 +254,7 @@ def working_folder(env: Mapping[str, str]) -> str:
     """This folder by the name that the shell has for it: a link may lead elsewhere on each host."""
     try:
         here = Path.cwd()
+        os.stat(f"{here}/.")  # noqa: PTH116 - this user may not enter it, as root over NFS
     except OSError as error:  # at a restart it may be gone, or its file server
         raise cause_of(error)(f"the working folder cannot be used: {error.strerror}.") from None
     logical = Path(env.get("PWD", ""))
