@@ -20,18 +20,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from mpiddp.errors import (
-    BAD_INPUT,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    STOPPED,
-    JobFailed,
-    UserError,
-    fault,
-    of_limit,
-    without_prefix,
-)
+from mpiddp import errors
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError, fault, without_prefix
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.judge.outcome import Outcome
@@ -62,7 +52,7 @@ def _refused(error: BaseException) -> Outcome:
     """The outcome of a job that has not started, or whose launcher has failed."""
     if isinstance(error, KeyboardInterrupt):
         return Outcome(INTERRUPTED, "interrupted")
-    error = of_limit(error) or error
+    error = errors.of_limit(error) or error
     if not isinstance(error, UserError | JobFailed):
         traceback.print_exception(error)
         return Outcome(FAILED, f"the launcher itself has failed: {fault(error)}.")
