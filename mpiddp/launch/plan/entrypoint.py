@@ -84,7 +84,7 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     program = "".join(job[:1])
     if not job[program in ("-m", "--") :]:
         raise UserError(
-            "nothing to launch. Name a script or a module.",
+            "nothing to launch: expected a script, a module or a command.",
             fix="mpiddp launch -n 2 train.py, or mpiddp launch -n 2 -m mpiddp train",
         )
     if ":" in job:
