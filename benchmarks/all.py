@@ -24,7 +24,7 @@ from benchmarks.harness import ENV, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = "-m mpiddp train --use-syn --arch resnet20 --batch-size 8 --amp off --num-workers 0"
-RESNET50 = "--dataset image-folder --use-syn --image-size 128 --arch resnet50 --batch-size 8"
+RESNET50 = "--dataset image-folder --image-size 128 --arch resnet50 --batch-size 8"
 TINY = "--arch resnet20 --batch-size 2"
 
 

@@ -27,7 +27,7 @@ MEASURED = ("launcher", "server")
 
 @dataclass(frozen=True)
 class Options:
-    ranks: tuple[int, ...] = option("numbers of ranks", parse=wholes(1), default="64,256,1024,4096,16384")
+    ranks: tuple[int, ...] = option("numbers of ranks", parse=wholes(1), default="64,256,1024,4096")
 
 
 def measure(options: Options, jobs: Jobs) -> Result:
