@@ -82,7 +82,7 @@ def synthetic_job(training: Sequence[str], num_steps: int) -> Iterator[Job]:
             config = resolve(options, world.world_size, device)
             config = replace(config, epochs=1, sides=())
             choose_kernels(config)
-        data = open_config(config, Path(), world)
+        data = open_config(config, world)
         data.train.num_images = num_steps * config.global_batch_size
         yield Job(world, config, data)
 

@@ -644,18 +644,7 @@ def choose_kernels(config: Config) -> None:
         torch.use_deterministic_algorithms(True)  # an operation without such a kernel raises
 
 
-def data_dir(config: Config) -> Path:
-    """The folder of the data set. Raises UserError if the user has named one that does not exist."""
-    if config.use_syn:
-        return Path()
-    folder = Path(config.data_dir or datasets.default_folder())
-    if config.data_dir and not folder.is_dir():
-        where = f"{config.data_dir} is not a folder (looked in {Path.cwd()})."
-        raise mpiddp.UserError(f"--data-dir {where}")
-    return folder
-
-
-def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
+def open_config(config: Config, world: mpiddp.World) -> Data:
     """Open the data set, or random images in its shape. A collective. Raises UserError or JobFailed."""
     source = DATASETS[config.dataset]
     if config.use_syn:
@@ -663,6 +652,11 @@ def open_config(config: Config, folder: Path, world: mpiddp.World) -> Data:
         seed, device = config.seed * 1_000_003 + world.rank, torch.device(str(world.device))
         images = datasets.RandomImages(*shape, seed, device)
         return Data(f"synthetic {config.dataset}", source.num_classes, config.image_size, images, None)
+    with mpiddp.together():
+        folder = Path(config.data_dir or datasets.default_folder())
+        if config.data_dir and not folder.is_dir():
+            where = f"{config.data_dir} is not a folder (looked in {Path.cwd()})."
+            raise mpiddp.UserError(f"--data-dir {where}")
     skipped: set[str] = set()
 
     def skip(problem: str) -> None:
@@ -686,8 +680,7 @@ def main(argv: list[str] | None = None) -> int:
         with mpiddp.together():
             config = resolve(options, world.world_size, device)
             choose_kernels(config)
-            folder = data_dir(config)
-        data = open_config(config, folder, world)
+        data = open_config(config, world)
         started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
         out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
         with mpiddp.together():
