@@ -14,7 +14,7 @@ from dataclasses import asdict, field, fields
 from typing import Any, TypeVar
 
 from mpiddp.arguments import Option, whole
-from mpiddp.bench.measured_jobs import Jobs, new_parser, plan_jobs, values_of
+from mpiddp.bench.measured_jobs import Jobs, new_parser, values_of
 from mpiddp.errors import print_error
 from mpiddp.text import counted
 from tests.support.ranks import ROOT
@@ -61,7 +61,7 @@ def run_script(
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     options = module.Options(**values_of(own, values))
-    jobs = plan_jobs(prog, argv, values, where, ["-m", "mpiddp.bench.allreduce"], least_ranks)
+    jobs = Jobs(prog, argv, values, where, ["-m", "mpiddp.bench.allreduce"], least_ranks)
 
     def measure() -> Any:
         return module.measure(options, jobs, *((more,) if check else ()))

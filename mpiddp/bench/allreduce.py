@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from mpiddp.arguments import Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
-from mpiddp.bench.measured_jobs import Result, aligned, emit, machine, new_parser, plan_jobs, spread, values_of
+from mpiddp.bench.measured_jobs import Jobs, Result, aligned, emit, machine, new_parser, spread, values_of
 from mpiddp.errors import print_error
 from mpiddp.hosts.where import FILE, settle
 from mpiddp.text import counted, shown
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     values = parser.parse_args(argv)
     settle(values)
     options = values_of(OPTIONS, values)
-    jobs = plan_jobs(prog, argv, values, where, job, least_ranks=2)
+    jobs = Jobs(prog, argv, values, where, job, least_ranks=2)
 
     def measure() -> Any:
         print_error(f"allreduce: {counted(jobs.slots, 'rank')}")

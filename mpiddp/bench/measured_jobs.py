@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -79,18 +78,33 @@ def _name(prog: str) -> str:
     return re.split(r"[ .]", prog)[-1]
 
 
-@dataclass(frozen=True)
 class Jobs:
     """The jobs of a benchmark."""
 
-    name: str
-    command_line: str  # of the benchmark, without the values of -x, which may be secrets
-    where: tuple[str, ...]  # the options of `mpiddp launch` that choose the hosts
-    slots: int  # ranks on these hosts
-    per_host: int  # ranks of the fullest host
-    starter: str  # the MPI
-    timeout_s: float  # of one job
-    out: Path  # the folder of the results
+    def __init__(
+        self,
+        prog: str,
+        argv: Sequence[str],
+        values: argparse.Namespace,
+        where: Sequence[argparse.Action],
+        job: Sequence[str],
+        least_ranks: int = 1,
+    ) -> None:
+        """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
+        plan = make_plan(parse_options([*as_arguments(where, values), *job], prog), os.environ)
+        hosts = plan.request.hosts
+        if hosts.world_size < least_ranks:
+            least = counted(least_ranks, "rank")
+            raise UserError(f"{prog}: it needs at least {least}.", fix=f"-H localhost:{least_ranks}")
+        self._name, self._mpi = _name(prog), plan.starter.name
+        # Without the values of -x, which may be secrets.
+        self._command_line = shlex.join([*prog.split(), *without_values(argv, values.exports)])
+        # The options of `mpiddp launch` that choose the hosts, without -n: each job has its own.
+        self.where = as_arguments([action for action in where if action.dest != "n"], values)
+        self.slots = hosts.world_size
+        self.per_host = max(host.ranks for host in hosts.hosts)  # ranks of the fullest host
+        self.timeout_s: float = values.timeout  # of one job
+        self.out = Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S')}-{self._name}")
 
     def command(self, ranks: int) -> list[str]:
         """The beginning of the command of a job on so many ranks."""
@@ -121,49 +135,22 @@ class Jobs:
             results = measure()
         except BenchJobFailed as failure:
             print(failure, file=sys.stderr)
-            print_error(f"bench {self.name} stopped: a job failed with exit code {failure.code}.")
+            print_error(f"bench {self._name} stopped: a job failed with exit code {failure.code}.")
             return BAD_INPUT if failure.code == BAD_INPUT else FAILED
         print(table(results))
         record = {
-            "benchmark": self.name,
-            "command": self.command_line,
+            "benchmark": self._name,
+            "command": self._command_line,
             "started": started,
-            "environment": {"mpi": self.starter, **machine()},
+            "environment": {"mpi": self._mpi, **machine()},
             "options": options,
             "results": results,
         }
-        file = self.out / f"{self.name}.json"
+        file = self.out / f"{self._name}.json"
         with named_by("--out"):
             file.write_text(as_json("bench", record) + "\n", encoding="utf-8")
         print(f"\n{file}")
         return DONE
-
-
-def plan_jobs(
-    prog: str,
-    argv: Sequence[str],
-    values: argparse.Namespace,
-    where: Sequence[argparse.Action],
-    job: Sequence[str],
-    least_ranks: int = 1,
-) -> Jobs:
-    """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
-    plan = make_plan(parse_options([*as_arguments(where, values), *job], prog), os.environ)
-    hosts, name = plan.request.hosts, _name(prog)
-    if hosts.world_size < least_ranks:
-        least = counted(least_ranks, "rank")
-        raise UserError(f"{prog}: it needs at least {least}.", fix=f"-H localhost:{least_ranks}")
-    return Jobs(
-        name,
-        shlex.join([*prog.split(), *without_values(argv, values.exports)]),
-        # Without -n: each job has its own.
-        tuple(as_arguments([action for action in where if action.dest != "n"], values)),
-        hosts.world_size,
-        max(host.ranks for host in hosts.hosts),
-        plan.starter.name,
-        values.timeout,
-        Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S')}-{name}"),
-    )
 
 
 def launch_command(*options: str) -> list[str]:

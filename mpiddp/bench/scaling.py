@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from mpiddp.arguments import OUT, Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
-from mpiddp.bench.measured_jobs import BenchJobFailed, aligned, new_parser, plan_jobs, spread, started, values_of
+from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, aligned, new_parser, spread, started, values_of
 from mpiddp.errors import UserError, print_error
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import counted
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     values = parser.parse_args(argv)
     script = [*(["-m", *values.module] if values.module else ()), *values.script]
-    jobs = plan_jobs(prog, argv, values, where, script)
+    jobs = Jobs(prog, argv, values, where, script)
     powers = (2**power for power in range(jobs.slots.bit_length()) if 2**power < jobs.slots)
     sizes = values.ranks or [*powers, jobs.slots]
     if sizes[-1] > jobs.slots:
