@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,16 +32,17 @@ def main(argv: list[str]) -> int:
         return VERBS[options.verb].run(options)
 
 
-def _held(folder: Path) -> Iterator[None]:
-    """Once, while a live run does not remove the checkpoint; never if the run removes it just now."""
-    with contextlib.ExitStack() as opened:
-        try:
-            opened.enter_context(Hold(folder))
-        except (FileNotFoundError, BlockingIOError):
-            return
-        except BrokenCheckpoint:  # the caller says why
-            pass
-        yield
+def _held(checkpoints: Iterable[Path]) -> Iterator[Path]:
+    """Each checkpoint, which a live run does not remove meanwhile. One that it removes just now is left out."""
+    for folder in checkpoints:
+        with contextlib.ExitStack() as opened:
+            try:
+                opened.enter_context(Hold(folder))
+            except (FileNotFoundError, BlockingIOError):
+                continue
+            except BrokenCheckpoint:  # the caller says why
+                pass
+            yield folder
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -52,40 +53,34 @@ def _list(options: argparse.Namespace) -> int:
     place = Place.at(options.dir)
     wishes, bucket = place.wishes(), place.bucket
     best = wishes.best_step([step_of(folder) for folder in place.checkpoints])
-    for folder in (*place.checkpoints, *place.aside):
-        for _ in _held(folder) if bucket is None else (None,):
-            if bucket:
-                size, written, words = bucket.size_of(folder.name), "", ["whole"]
-            else:
-                size = sum(path.lstat().st_size for path in folder.iterdir())
-                written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
-                is_intact = folders.is_verified(folder, with_hashes=False)
-                words = ["intact" if is_intact else "broken"]
-            step, is_aside = step_of(folder), folders.is_set_aside(folder)
-            words += ["best"] if step == best and not is_aside else []
-            words += ["pinned"] if step in wishes.pins else []
-            words += ["set aside"] if is_aside else []
-            print("  ".join((folder.name, f"{size_text(size):>13}", written, *words)))
+    for folder in place.checkpoints if bucket else _held((*place.checkpoints, *place.aside)):
+        if bucket:
+            size, written, words = bucket.size_of(folder.name), "", ["whole"]
+        else:
+            size = sum(path.lstat().st_size for path in folder.iterdir())
+            written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+            is_intact = folders.is_verified(folder, with_hashes=False)
+            words = ["intact" if is_intact else "broken"]
+        step, is_aside = step_of(folder), folders.is_set_aside(folder)
+        words += ["best"] if step == best and not is_aside else []
+        words += ["pinned"] if step in wishes.pins else []
+        words += ["set aside"] if is_aside else []
+        print("  ".join((folder.name, f"{size_text(size):>13}", written, *words)))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    place, codes = Place.at(options.dir), []
-    for folder in place.checkpoints:
-        place.fetch(folder)
-        codes += [_verify_one(folder) for _ in _held(folder)]
-    return max(codes, default=0)
-
-
-def _verify_one(folder: Path) -> int:
-    try:
-        missing = folders.verify(folder).lacking
-    except BrokenCheckpoint as error:
-        print_error(f"{error}.")
-        return 1
-    without = f", without {listed(missing)}: other hosts must have them" if missing else ""
-    print(f"checkpoint {folder.name}: verified{without}")
-    return 0
+    place, code = Place.at(options.dir), 0
+    for folder in _held(map(place.fetch, place.checkpoints)):
+        try:
+            missing = folders.verify(folder).lacking
+        except BrokenCheckpoint as error:
+            print_error(f"{error}.")
+            code = 1
+        else:
+            without = f", without {listed(missing)}: other hosts must have them" if missing else ""
+            print(f"checkpoint {folder.name}: verified{without}")
+    return code
 
 
 def _prune(options: argparse.Namespace) -> int:

@@ -64,7 +64,6 @@ class Place(NamedTuple):
         path.write_text(content, encoding="utf-8")
         return str(path)
 
-    def fetch(self, checkpoint: Path) -> None:
-        """Bring one of them to its folder. Raises OSError."""
-        if self.bucket:
-            self.bucket.fetch(self.run, checkpoint.name)
+    def fetch(self, checkpoint: Path) -> Path:
+        """Bring one of them to its folder, and return this. Raises OSError."""
+        return self.bucket.fetch(self.run, checkpoint.name) if self.bucket else checkpoint
