@@ -260,7 +260,7 @@ class Checkpoints:
             has_stopped = current().stop.has_stopped
             outcome = "failed" if error else "stopped" if has_stopped else "done"
             facts = {"rank": run.rank, "host": socket.gethostname(), "outcome": outcome}
-            self._records.note(event="ended", **facts, step=self._made, failure=failure)
+            self._records.add_event(event="ended", **facts, step=self._made, failure=failure)
         self._has_ended = True
         run.wait()  # the thread that saves still writes and removes in the folder
         run.close()
@@ -293,7 +293,7 @@ class Checkpoints:
                     self._records.dir.metrics.touch()
                     run.wishes().write(self._records.dir.path)
                 if runs()[0] is self._records:
-                    session.log_to(self._records.dir.logs)
+                    session.keep_output(self._records.dir.logs)
         except BaseException:
             run.close(removes_new=True)
             raise
@@ -302,7 +302,7 @@ class Checkpoints:
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)
-            self._records.note(event="started", step=first, hosts=hosts, versions=versions)
+            self._records.add_event(event="started", step=first, hosts=hosts, versions=versions)
         atexit.register(self._end_at_exit)
 
 

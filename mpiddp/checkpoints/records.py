@@ -94,7 +94,7 @@ class RunRecords:
         except OSError as error:
             self._warn(error)
 
-    def note(self, **facts: Any) -> None:
+    def add_event(self, **facts: Any) -> None:
         """Append a line to attempts.jsonl."""
         with contextlib.suppress(OSError):
             _append(self.dir.attempts, {"at": time.time(), **facts})

@@ -43,7 +43,7 @@ from mpiddp.runtime.rank_log import log
 from mpiddp.runtime.reports import saving
 
 COMPARED_SAVES = 10  # in the first two saves, and in every tenth, the ranks compare all tensors
-_NICENESS = 10  # added to that of the training for the thread that writes
+_NICER_BY = 10  # added to that of the training for the thread that writes
 
 
 def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
@@ -205,7 +205,7 @@ class Save:
     def start(self) -> Future[tuple[bool, str]]:
         """Write it in a thread. The result: whether it is on the disk, and what has failed, if anything."""
         # Each save has a thread of its own, because the priority of a thread is lowered for good.
-        thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
+        thread = ThreadPoolExecutor(1, "checkpoint", _renice_thread)
         result = thread.submit(self._run_in_thread)
         thread.shutdown(wait=False)
         return result
@@ -376,9 +376,9 @@ def _not_in_bucket(run: Run, reason: str) -> str:
     return f"{newest} is on this disk, and not in {address}: {reason}."
 
 
-def _lower_priority() -> None:
+def _renice_thread() -> None:
     """Let this thread give way to the training. On Linux, each thread has a priority of its own."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):  # a sandbox may refuse it
-        nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+        nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICER_BY
         os.setpriority(os.PRIO_PROCESS, thread, nicer)

@@ -134,7 +134,7 @@ class Child:
         self.tell({"type": "ahead", **ahead})
         self.nice = _LOW
 
-    def set_priority(self) -> None:
+    def renice(self) -> None:
         """Set its session to `nice`. Linux shares the cores among sessions; it needs no right.
 
         For users who are not root, the kernel takes one such value on a host in 100 ms.
@@ -153,7 +153,7 @@ class Child:
             if self.control is not None:
                 socket.send_fds(self.control, [json.dumps(facts).encode() + b"\n"], files)
 
-    def log_to(self, folder: Path) -> Path:
+    def keep_output(self, folder: Path) -> Path:
         """Write the outputs to files of this folder. Returns that of stderr, which will have a traceback."""
         stem = f"rank_{self._rank.world.rank:05d}"
         paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}

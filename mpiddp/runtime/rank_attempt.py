@@ -202,11 +202,11 @@ class RankAttempt:
         self.coordinator.send("started", host=world.hostname, pid=os.getpid(), outputs=outputs)
         self.child.connect(launcher)
         if folder := os.environ.get(variables.LOG_DIR):
-            self._log_to(folder, "--log-dir")
+            self._keep_output(folder, "--log-dir")
 
-    def _log_to(self, folder: str, option: str = "") -> None:
+    def _keep_output(self, folder: str, option: str = "") -> None:
         with errors.named_by(option):
-            path = self.child.log_to(Path(folder).absolute())
+            path = self.child.keep_output(Path(folder).absolute())
         self.coordinator.send("log", path=str(path))
 
     def _join(self, timeout_s: float) -> None:
@@ -269,7 +269,7 @@ class RankAttempt:
         while child.news:
             self._on_message(child.news.pop(0))
         for process in filter(None, (child, self.spare)):
-            process.set_priority()
+            process.renice()
         if self.spare is not None and self.spare.status is not None:
             if child.status is None:
                 child.forget_kills()  # the script has not caused its end
@@ -287,9 +287,9 @@ class RankAttempt:
         """Act on a message of the script. `child.messages` keeps the latest of each type."""
         child, ranks = self.child, self.coordinator
         match facts["type"]:
-            case "log_to":
+            case "keep_output":
                 with errors.aid("log file", child.say):
-                    self._log_to(facts["folder"])
+                    self._keep_output(facts["folder"])
             case "hidden" if child.outputs:
                 child.outputs[-1].save(facts["text"].encode(errors="backslashreplace"))
             case "stopping":

@@ -118,12 +118,12 @@ class Session:
                             text = stacks()
                         self.coordinator.tell_launcher("stacks", text=text)
 
-    def log_to(self, folder: Path) -> None:
+    def keep_output(self, folder: Path) -> None:
         """Let the agent write all output to files in `folder`, unless the user has named another one."""
         writes = self.kind is ProcessKind.SCRIPT and self.coordinator.has_launcher
         if writes and not os.environ.get(LOG_DIR):
             folder.mkdir(parents=True, exist_ok=True)  # the script gets the error, if there is one
-            self.tell_agent("log_to", folder=str(folder))
+            self.tell_agent("keep_output", folder=str(folder))
 
     def fails(self, error: BaseException | None) -> bool:
         """Whether a script that ends with this error has failed."""
