@@ -23,12 +23,11 @@ from urllib.parse import quote
 
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.folders import COMPLETE, BrokenCheckpoint, NewFolder, step_of
-from mpiddp.checkpoints.retention import METRICS, PINS, REWIND, WISHES, Wishes, surplus
+from mpiddp.checkpoints.layout import CHECKPOINTS, PINS, RECORDS, REWIND
+from mpiddp.checkpoints.retention import Wishes, surplus
 from mpiddp.errors import UserError
 
 ASIDE = "ASIDE"  # COMPLETE is named so in a checkpoint that is set aside
-# The files of a run's folder that the bucket has, too.
-RECORDS = ("config.json", METRICS, "attempts.jsonl", "summary.json", WISHES)
 
 
 def split_address(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -62,25 +61,25 @@ class Bucket:
 
     def names(self) -> list[str]:
         """The names of the checkpoints, whole or not, the oldest first. Raises OSError."""
-        paths = map(Path, self._list("checkpoints", kind="directory"))
+        paths = map(Path, self._list(CHECKPOINTS, kind="directory"))
         return [path.name for path in folders.steps_among(paths)]
 
     def is_whole(self, name: str) -> bool:
-        return bool(self.read("checkpoints", name, COMPLETE))
+        return bool(self.read(CHECKPOINTS, name, COMPLETE))
 
     def size_of(self, name: str) -> int:
         """The bytes of a checkpoint. Raises OSError."""
-        return int(self._files.du(self._at("checkpoints", name)))
+        return int(self._files.du(self._at(CHECKPOINTS, name)))
 
     def fetch(self, run: Path, name: str) -> Path:
         """The local folder of a checkpoint, which is downloaded if it is not there. Raises OSError."""
-        local = run / "checkpoints" / name
+        local = run / CHECKPOINTS / name
         if not (self._has(local) and _is_whole(local)):
             new = NewFolder(local)
             new.path.mkdir(parents=True)
             try:
-                for file in self._list("checkpoints", name):
-                    self._files.get_file(self._at("checkpoints", name, file), str(new.path / file))
+                for file in self._list(CHECKPOINTS, name):
+                    self._files.get_file(self._at(CHECKPOINTS, name, file), str(new.path / file))
                 new.publish()
             finally:
                 new.discard()
@@ -97,13 +96,13 @@ class Bucket:
 
         `whole`: a checkpoint whose other shards the other ranks have copied before. Raises OSError.
         """
-        for checkpoint in reversed(folders.list_steps(run / "checkpoints")):
+        for checkpoint in reversed(folders.list_steps(run / CHECKPOINTS)):
             if self._has(checkpoint):
                 break
             if checkpoint == whole or _is_whole(checkpoint):
                 self._remove(checkpoint.name, COMPLETE)
                 self.push_shards(checkpoint)
-                self._put(checkpoint / COMPLETE, "checkpoints", checkpoint.name)
+                self._put(checkpoint / COMPLETE, CHECKPOINTS, checkpoint.name)
         for step in wishes.pins:
             self.write(f"{PINS}/{folders.name_of_step(step)}", "")
         for file in RECORDS:
@@ -118,13 +117,13 @@ class Bucket:
         """Copy the files of a checkpoint but for the one that makes it whole. Raises OSError."""
         for path in checkpoint.iterdir():
             if path.name != COMPLETE:
-                self._put(path, "checkpoints", checkpoint.name)
+                self._put(path, CHECKPOINTS, checkpoint.name)
 
     def set_aside(self, step: int) -> None:
         """Let the checkpoints of later steps count no more. Raises OSError."""
         for name in self.names():
             if step_of(Path(name)) > step and self.is_whole(name):
-                complete, aside = (self._at("checkpoints", name, n) for n in (COMPLETE, ASIDE))
+                complete, aside = (self._at(CHECKPOINTS, name, n) for n in (COMPLETE, ASIDE))
                 self._files.mv(complete, aside)
 
     def pins(self) -> set[int]:
@@ -155,7 +154,7 @@ class Bucket:
         """Whether the bucket has the checkpoint of this folder, whole."""
         with contextlib.suppress(FileNotFoundError):
             content = (local / COMPLETE).read_bytes()
-            return content == self.read("checkpoints", local.name, COMPLETE)
+            return content == self.read(CHECKPOINTS, local.name, COMPLETE)
         return False
 
     def _list(self, *parts: str, kind: str = "file") -> list[str]:
@@ -169,9 +168,9 @@ class Bucket:
     def _remove(self, name: str, file: str = "") -> None:
         """Remove a file of a checkpoint; or all of it, whole or not, beginning with COMPLETE."""
         with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(self._at("checkpoints", name, file or COMPLETE))
-        if not file and self._files.exists(self._at("checkpoints", name)):
-            self._files.rm(self._at("checkpoints", name), recursive=True)
+            self._files.rm_file(self._at(CHECKPOINTS, name, file or COMPLETE))
+        if not file and self._files.exists(self._at(CHECKPOINTS, name)):
+            self._files.rm(self._at(CHECKPOINTS, name), recursive=True)
 
 
 class _Files:

@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints.bucket import Bucket, local_path
 from mpiddp.checkpoints.folders import list_steps
+from mpiddp.checkpoints.layout import RunDir
 from mpiddp.checkpoints.place import is_address
 from mpiddp.checkpoints.records import RunRecords, runs
 from mpiddp.checkpoints.resume import resume
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
+from mpiddp.checkpoints.run_folder import Run, RunOptions
 from mpiddp.checkpoints.save import agree, save
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState

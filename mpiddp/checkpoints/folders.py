@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
+from mpiddp.checkpoints.layout import CHECKPOINTS
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.files import flush, read_limited
 from mpiddp.text import shown
@@ -158,7 +159,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoints at a path that a user names, oldest first. Raises UserError if there are none."""
-    for root in (path / "checkpoints", path):
+    for root in (path / CHECKPOINTS, path):
         if folders := list_steps(root):
             return folders
     if is_checkpoint(path):

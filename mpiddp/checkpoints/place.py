@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.checkpoints import folders
-from mpiddp.checkpoints.retention import WISHES, Wishes, pinned_in, read_file
+from mpiddp.checkpoints.layout import CHECKPOINTS, WISHES
+from mpiddp.checkpoints.retention import Wishes, pinned_in, read_file
 from mpiddp.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Place(NamedTuple):
         address, name = split_address(path)
         bucket, run = Bucket(address), local_path(address)
         names = filter(bucket.is_whole, [name] if name else bucket.names())
-        if not (checkpoints := [run / "checkpoints" / name for name in names]):
+        if not (checkpoints := [run / CHECKPOINTS / name for name in names]):
             raise UserError(f"{path} contains no checkpoints.")
         return cls(checkpoints, [], run, bucket)
 

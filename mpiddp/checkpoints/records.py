@@ -17,33 +17,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.retention import METRICS
+from mpiddp.checkpoints.layout import RunDir
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.session import script_session
 from mpiddp.runtime.rank_log import log, log_to_console
 from mpiddp.runtime.sinks import Sink, SinkRun, number_of, open_sinks
-from mpiddp.text import from_here
 from mpiddp.world import World
 
 _SCALARS = (int, float, str, bool, type(None))
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # W&B refuses these characters in an id
-
-
-class RunDir:
-    """The paths that a run writes: its records, logs and checkpoints."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metrics = path / METRICS
-        self.attempts = path / "attempts.jsonl"  # how each start of the run began and ended
-        self.owner = path / "owner.json"
-        self.logs = path / "logs"
-        self.checkpoints = path / "checkpoints"
-
-    def __str__(self) -> str:
-        return from_here(self.path)
 
 
 class RunRecords:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.contents import read
 from mpiddp.checkpoints.folders import BrokenCheckpoint, Entry, Hold, name_of_step
+from mpiddp.checkpoints.layout import REWIND
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.retention import REWIND, pinned_in, read_file
+from mpiddp.checkpoints.retention import pinned_in, read_file
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, send_files
 from mpiddp.checkpoints.tensor_files import reason_of

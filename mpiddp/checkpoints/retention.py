@@ -1,9 +1,4 @@
-"""Which checkpoints of a run are kept, as its folder says it to every process, host and bucket.
-
-wishes.json             keep, keep_every and best of its script, and the scores by which one is the best
-pins/step_00001000      no run removes this checkpoint, by `mpiddp checkpoints pin`
-REWIND                  the step of the next resume, by `mpiddp checkpoints rewind`
-"""
+"""Which checkpoints of a run are kept, as its folder says it to every process, host and bucket."""
 
 from __future__ import annotations
 
@@ -16,9 +11,8 @@ from pathlib import Path
 
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.folders import COMPLETE, step_of, steps_among
+from mpiddp.checkpoints.layout import PINS, WISHES
 from mpiddp.files import read_limited, replace_file
-
-WISHES, PINS, REWIND, METRICS = "wishes.json", "pins", "REWIND", "metrics.jsonl"
 
 
 @dataclass(frozen=True)

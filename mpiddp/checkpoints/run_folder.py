@@ -26,7 +26,8 @@ import torch.distributed as dist
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.bucket import Bucket
 from mpiddp.checkpoints.folders import NO_LOCKS
-from mpiddp.checkpoints.records import RunDir, RunRecords
+from mpiddp.checkpoints.layout import RunDir
+from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import Wishes, pinned_in
 from mpiddp.errors import JobFailed, UserError, cause_of

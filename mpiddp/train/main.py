@@ -40,6 +40,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import mpiddp
 from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.checkpoints.layout import CONFIG, SUMMARY
 from mpiddp.files import replace_file
 from mpiddp.text import counted, duration, parse_interval, shown
 from mpiddp.train import data as datasets
@@ -544,7 +545,7 @@ class Trainer(Training):
             elif weights:
                 self.load_weights(weights)
         if checkpoints.is_writer:
-            save_json(self.out / "config.json", vars(self.config))
+            save_json(self.out / CONFIG, vars(self.config))
         return self.begin(saved.step if saved else 0)
 
     def begin(self, step: int) -> int:
@@ -588,7 +589,7 @@ class Trainer(Training):
         """Write summary.json, and print it as a table. A collective."""
         summary = self._summary()
         if self.world.rank == 0:
-            file = mpiddp.run_dir() / "summary.json"
+            file = mpiddp.run_dir() / SUMMARY
             # If the resume had no step left, the summary that the run has written before is still true.
             if summary["train_loss"] is None and steps_in(file) == self.step:
                 file.touch()

@@ -23,8 +23,9 @@ from mpiddp.checkpoints import folders
 from mpiddp.checkpoints import save as saving
 from mpiddp.checkpoints.agreement import Union
 from mpiddp.checkpoints.folders import About, BrokenCheckpoint
+from mpiddp.checkpoints.layout import RunDir
 from mpiddp.checkpoints.records import runs
-from mpiddp.checkpoints.run_folder import RunDir, RunLock
+from mpiddp.checkpoints.run_folder import RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError
@@ -60,7 +61,8 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
 OWNS = """
 import sys
 from pathlib import Path
-from mpiddp.checkpoints.run_folder import RunDir, RunLock
+from mpiddp.checkpoints.layout import RunDir
+from mpiddp.checkpoints.run_folder import RunLock
 owner = RunLock(RunDir(Path(sys.argv[1])))
 print("owns", flush=True)
 sys.stdin.read()
