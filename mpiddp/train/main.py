@@ -453,8 +453,6 @@ class Trainer(Training):
             command = f"the same command{' with ' if arguments else ''}{arguments}"
             log.info(f"stopped at step {self.step}. To resume, run {command}.")
             return code
-        if self.last_score is None and self.data.test is not None:  # resumed after the last step
-            self.last_score = self.evaluate(self.data.test, views=self.config.views)
         self.end()
         return code
 

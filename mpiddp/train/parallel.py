@@ -24,11 +24,12 @@ from mpiddp.train.resnet import BLOCKS
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def wrap_in_ddp(model: nn.Module, image_size: int) -> nn.Module:
+def wrap_in_ddp(model: nn.Module, images: Tensor) -> nn.Module:
     """The model under DistributedDataParallel, with its final buckets; one rank needs none. A collective.
 
     DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend on the
     grouping, so without two discarded passes a resumed run would sum differently from an uninterrupted one.
+    They have the shape of `images`.
     """
     if dist.get_world_size() == 1:
         return model
@@ -37,10 +38,9 @@ def wrap_in_ddp(model: nn.Module, image_size: int) -> nn.Module:
     renamed = "forward_sync_buffers" in names
     keep_own: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **keep_own)
-    device = next(model.parameters()).device
     ddp.eval()  # BatchNorm keeps its statistics, and nothing draws a random number
     for _ in range(2):
-        ddp(torch.zeros(2, 3, image_size, image_size, device=device)).sum().backward()
+        ddp(torch.zeros_like(images)).sum().backward()
     ddp.train()
     ddp.zero_grad()
     return ddp

@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR or on a folder of images. Copy this file to change it: a copy works as it is.
 
-    mpiddp launch -n 2 train.py --out runs/a
+    mpiddp launch -n 2 train.py --out runs/a     # Ctrl-C saves, and the same command goes on
     torchrun --nproc-per-node 2 train.py --epochs 2 --lr 0.3
 
 Read it from top to bottom: the recipes, the model, the optimizer, a step, the score, the run with its stop,
@@ -111,11 +111,10 @@ class Score:
 class Training:
     """A training: its recipe, its data, and everything that a step changes. All ranks make the same calls."""
 
-    log_every = 50  # steps
-
     def __init__(self, recipe: Recipe, data: Data, world: mpiddp.World, **batches: int | None) -> None:
         """`batches` are a global_batch_size and steps_per_epoch that do not follow from the recipe."""
         self.recipe, self.data, self.world = recipe, data, world
+        self.log_every = 50  # steps
         self.device, self.world_size = data.train.device, world.world_size
         count, passes = data.train.num_images, recipe.grad_accum_steps
         batch = recipe.batch_size * passes * world.world_size
@@ -150,7 +149,8 @@ class Training:
         return model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def parallelize(self) -> nn.Module:
-        return parallel.wrap_in_ddp(self.model, self.data.image_size)
+        ((images, _),) = self.data.train.batches([torch.arange(2)], epoch=0)
+        return parallel.wrap_in_ddp(self.model, images)
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         recipe, (decayed, undecayed) = self.recipe, self.parameter_groups()
@@ -161,6 +161,7 @@ class Training:
             ends = [p for p in matrices if p.ndim != 4 or p.shape[1] <= 3]
             others = ({**decayed, "params": ends}, undecayed)
             return Muon(hidden, others, lr=recipe.lr, momentum=recipe.momentum)
+        assert recipe.optimizer == "sgd", recipe.optimizer
         is_sharded = parallel.is_sharded(self.ddp)  # torch has no fused SGD for shards
         return torch.optim.SGD(
             (decayed, undecayed),
@@ -283,6 +284,9 @@ class Training:
                 checkpoints.close()  # waits for the save
                 return STOPPED
         checkpoints.close()
+        if self.last_score is None and self.data.test is not None:  # resumed after the last step
+            self.last_score = self.evaluate(self.data.test, views=self.recipe.views)
+            log.info(f"test accuracy {self.last_score.accuracy:.2%}")
         return DONE
 
     def should_stop(self, made: Step) -> bool:
@@ -297,14 +301,13 @@ class Training:
             return
         dist.all_reduce(self._loss_sum)
         images = (made.number - self._reported) * self.global_batch_size
-        step_s, loss = mean(self.read_clock(made)), self._loss_sum.item() / images
+        step_s, self.train_loss = mean(self.read_clock(made)), self._loss_sum.item() / images
         speed = self.global_batch_size / step_s
-        values = {"lr": made.lr, "train_loss": loss, "images_per_s": speed, "step_time_s": step_s}
+        values = {"lr": made.lr, "train_loss": self.train_loss, "images_per_s": speed, "step_time_s": step_s}
         mpiddp.log_metrics(made.number, epoch=made.epoch, **values)
         at = f"epoch {made.epoch + 1}/{self.recipe.epochs}  step {made.number}/{self.num_steps}"
-        line = f"loss {loss:.4f}  lr {made.lr:.4f}  {speed:,.0f} images/s{self.left(made)}"
+        line = f"loss {self.train_loss:.4f}  lr {made.lr:.4f}  {speed:,.0f} images/s{self.left(made)}"
         log.info(f"{at}  {line}")
-        self.train_loss = loss
         self._loss_sum.zero_()
         self._reported = made.number
 
@@ -366,12 +369,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a ResNet.")
     parser.add_argument("--data-dir", type=Path, default=datasets.default_folder())
     parser.add_argument("--out", default="runs/train", help="folder of the run")
+    choices: dict[str, Any] = {"dataset": datasets.DATASETS, "arch": ARCHS, "optimizer": ("sgd", "muon")}
     for field in dataclasses.fields(Recipe):
         is_tuple = isinstance(field.default, tuple)
         kind: dict[str, Any] = {"type": int, "nargs": "*"} if is_tuple else {"type": type(field.default)}
-        if isinstance(field.default, bool):
-            kind = {"action": argparse.BooleanOptionalAction}
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **kind)
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(option, default=argparse.SUPPRESS, choices=choices.get(field.name), **kind)
     return parser.parse_args()
 
 
@@ -382,7 +385,7 @@ def main() -> int:
     torch.backends.cudnn.benchmark = True
     with mpiddp.process_group() as world:
         device = torch.device(str(world.device))
-        default = recipe_for(given.get("dataset", "cifar10"), device, given.get("amp"))
+        default = recipe_for(given.get("dataset", Recipe.dataset), device, given.get("amp"))
         recipe = replace(default, **given)
         opening = datasets.Opening(recipe.seed, recipe.image_size, recipe.max_shift)
         data = datasets.open_data(datasets.DATASETS[recipe.dataset], folder, world, opening)

@@ -71,7 +71,12 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
     nearest = dict.fromkeys([MPIRUN, MPIRUN_AT_END, *failed, *tails])
     searched = [rank for rank in nearest if rank in tails and rank >= least][:_MOST_SEARCHED]
     printed = {rank: tails[rank].facts["lines"] for rank in tails if rank in searched}
-    blames, sentence = known_cause(culprit, printed) if culprit or printed else ("", "")
+    blames, sentence = "", ""
+    try:
+        if culprit or printed:
+            blames, sentence = known_cause(culprit, printed)
+    except Exception:  # the table is loaded now, and the installation may have changed, or no open file is left
+        sentence = ""
     if culprit and blames == "host":
         outcome = outcome._replace(host_at_fault=record.hosts[culprit.rank])
     if blames == "another rank":
@@ -358,11 +363,9 @@ def known_cause(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tu
     `printed` has the last lines on stderr, by rank. The words of the rank that failed first count before the
     words of the others. If it failed with an exception that is in no row, this exception is the cause.
     """
-    try:  # the table takes some 50 ms to load
-        from mpiddp.explain.explain import explain
-        from mpiddp.explain.failures import Weight
-    except (ImportError, OSError):  # too many open files, or the installation has changed
-        return "", ""
+    from mpiddp.explain.explain import explain  # takes some 50 ms
+    from mpiddp.explain.failures import Weight
+
     error = str(first.facts.get("error", "")) if first else ""
     words = [*error.splitlines(), *(printed.get(first.rank, ()) if first else ())]
     explanation = explain(words)

@@ -143,6 +143,12 @@ def test_a_known_cause_of_many_ranks_is_searched_where_ranks_have_failed():
     assert judged(*failures, printed=printed).known_cause.startswith(f'"{text}" has a known')
 
 
+def test_an_explanation_that_fails_hides_no_verdict(monkeypatch):
+    """The installation may change during a job, so that the table of failures does not fit its code."""
+    monkeypatch.setattr("mpiddp.explain.explain.explain", lambda lines: {}["kinit"])
+    assert "RuntimeError: nccl" in judged(failed(1, "RuntimeError: nccl")).sentence
+
+
 RECORDS = sorted(FOLDER.glob("*.jsonl"))
 
 
