@@ -97,11 +97,7 @@ def _joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype) ->
 
 def rng_states(local_rank: int) -> dict[str, Any]:
     """The states of Python, torch, numpy, and of each GPU if this process uses GPUs."""
-    states: dict[str, Any] = {
-        "local_rank": local_rank,
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-    }
+    states: dict[str, Any] = {"local_rank": local_rank, "python": random.getstate(), "torch": torch.get_rng_state()}
     gpu = torch.accelerator.current_accelerator()
     if gpu and (gpus := torch.get_device_module(gpu)).is_initialized():
         states[gpu.type] = gpus.get_rng_state_all()

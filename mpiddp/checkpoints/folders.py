@@ -193,10 +193,7 @@ class NewFolder:
     def seal(self, hashes: Mapping[str, str]) -> None:
         """Add the manifest and COMPLETE. A file whose SHA-256 is not in `hashes`, by its name, is read."""
         manifest = {
-            file.name: {
-                "bytes": file.stat().st_size,
-                "sha256": hashes.get(file.name) or _sha256(file),
-            }
+            file.name: {"bytes": file.stat().st_size, "sha256": hashes.get(file.name) or _sha256(file)}
             for file in sorted(self.path.iterdir())
         }
         text = json.dumps(manifest, indent=1).encode()

@@ -78,10 +78,7 @@ def read_file(run: Path, name: str) -> bytes:
 
 
 def surplus(
-    checkpoints: Sequence[Path],
-    aside: Sequence[Path],
-    wishes: Wishes,
-    is_good: Callable[[Path], bool],
+    checkpoints: Sequence[Path], aside: Sequence[Path], wishes: Wishes, is_good: Callable[[Path], bool]
 ) -> list[Path]:
     """The checkpoints, and those set `aside`, that no wish keeps. Both come the oldest first.
 

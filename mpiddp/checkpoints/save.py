@@ -239,12 +239,7 @@ class Save:
             raise ValueError(not_finite) if run.rank == 0 or not self.has_shards else JobFailed("")
         receivers = receivers_of(run.writer_of)
         self.shards = [
-            Transfer(
-                rank,
-                self.new.path / folders.shard_of(rank),
-                folders.Entry(*shard),
-                (receivers[rank],),
-            )
+            Transfer(rank, self.new.path / folders.shard_of(rank), folders.Entry(*shard), (receivers[rank],))
             for rank, (shard, _) in enumerate(reports)
             if shard
         ]

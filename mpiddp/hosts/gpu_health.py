@@ -20,10 +20,7 @@ SINCE_S = 3600  # older entries of the logs do not count
 _AGENT = b"mpiddp-agent"  # AGENT_NAME, the name of an agent's process
 _MARK = b"MPIDDP_JOB="
 _USERS = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
-_LOGS = (
-    ("journalctl", ("-k", "-b", "-q", f"--since=-{SINCE_S}s", "-o", "short-monotonic")),
-    ("dmesg", ()),
-)
+_LOGS = (("journalctl", ("-k", "-b", "-q", f"--since=-{SINCE_S}s", "-o", "short-monotonic")), ("dmesg", ()))
 _LOADED = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: loading NVIDIA UNIX ")
 # "[ 5000.1] NVRM: Xid (PCI:0000:44:00): 79, pid=…" has the seconds since the start, an address and a number.
 _XID = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9A-Fa-f:]{10,13})[^)]*\): (\d+)")

@@ -253,14 +253,7 @@ def tool_output(
     if file is None:
         return ""
     try:
-        tool = Popen(
-            [file, *arguments],
-            env=env,
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=stderr,
-            start_new_session=True,
-        )
+        tool = Popen([file, *arguments], env=env, stdin=DEVNULL, stdout=PIPE, stderr=stderr, start_new_session=True)
     except OSError:  # an empty file, or a program for another processor
         return ""
     assert tool.stdout is not None

@@ -221,8 +221,7 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
         key = key.replace("max-slots", "max_slots")
         if not equals or key not in _VALUES.keys() - {"host"}:
             raise UserError(
-                f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=.',
-                fix=EXAMPLE,
+                f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=.', fix=EXAMPLE
             )
         if key in values:
             raise UserError(f'{where}: "{shown(token)}" sets {key} twice.', fix="remove one")

@@ -62,10 +62,7 @@ def _calls(torch: Any) -> dict[str, Any]:
     for key, entries in entries_of.items():
         members = sorted(torch._world.pg_group_ranks[groups[key[0]]])
         _latest.pop(key, None)  # the groups that were called last stand last
-        _latest[key] = {
-            "ranks": None if members == everyone else members,
-            **_calls_of(entries, backend=key[1]),
-        }
+        _latest[key] = {"ranks": None if members == everyone else members, **_calls_of(entries, backend=key[1])}
     for key in [key for key in _latest if not _is_of(groups.get(key[0]), key)]:
         del _latest[key]
     latest = [*_latest.items()][-_MOST_GROUPS:]

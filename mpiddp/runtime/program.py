@@ -100,10 +100,7 @@ def script_environment(env: Mapping[str, str], launcher: str, exported: Collecti
     rest = {name: value for name, value in env.items() if name in exported or not name.startswith(left_out)}
     folders = rest.pop(_LIBRARIES, "").split(os.pathsep)
     # Open MPI puts its own before those of the user.
-    of_mpi = {
-        env.get("OMPI_LIBDIR_LOC"),
-        *(f"{env[name]}/lib" for name in _PREFIXES if name in env),
-    }
+    of_mpi = {env.get("OMPI_LIBDIR_LOC"), *(f"{env[name]}/lib" for name in _PREFIXES if name in env)}
     while folders[0] and folders[0] in of_mpi:
         folders = folders[1:] or [""]
     return rest | ({_LIBRARIES: os.pathsep.join(folders)} if any(folders) else {})

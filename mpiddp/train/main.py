@@ -322,11 +322,7 @@ def split_batch(
             "BatchNorm needs two.",
             fix=f"--global-batch-size {IMAGES_PER_PASS * parts}, or more",
         )
-    return {
-        "global_batch_size": images,
-        "grad_accum_steps": passes,
-        "batch_size": -(-images // parts),
-    }
+    return {"global_batch_size": images, "grad_accum_steps": passes, "batch_size": -(-images // parts)}
 
 
 # --- the training ---

@@ -26,10 +26,7 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextlib.contextmanager
 def process_group(
-    world: World | None = None,
-    *,
-    backend: str | None = None,
-    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    world: World | None = None, *, backend: str | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S
 ) -> Iterator[World]:
     """The default process group of the job, under any launcher. A context manager.
 
@@ -63,10 +60,7 @@ def process_group(
             ranks = {name: coordinator.name(backends.index(name)) for name in backends}
             if len(ranks) > 1:
                 shown = ", ".join(f"{name} ({rank})" for name, rank in ranks.items())
-                raise UserError(
-                    f"the backend differs: {shown}.",
-                    fix="set it on all ranks: --backend gloo (or nccl)",
-                )
+                raise UserError(f"the backend differs: {shown}.", fix="set it on all ranks: --backend gloo (or nccl)")
         is_gloo = backend == "gloo"
         if not is_gloo:  # before NCCL starts, or every rank opens a context on GPU 0
             torch.accelerator.set_device_index(device)
