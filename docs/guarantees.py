@@ -44,7 +44,8 @@ _LIMITS = """
   [network that you trust](security.md).
 - **Some schedulers were tested only by their variables:**
   [PBS, LSF, Flux, Kubeflow and SkyPilot](clusters.md#what-is-supported).
-- **mpiddp has no queue.** Two jobs on the same machines take each other's GPUs.
+- **mpiddp has no queue.** Two jobs on the same machines take each other's GPUs, unless the later one waits
+  for them with `--wait-for-hosts 8h`. A process in another container is not seen.
 - **It is alpha.** Options and names may still change, and each change is in the CHANGELOG.
 """
 

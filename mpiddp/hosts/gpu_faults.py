@@ -71,6 +71,13 @@ def notes(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str
             yield f"{host}: GPU {number} is slowed down{heat}: {gpu.slowed}."
 
 
+def held(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iterator[str]:
+    """A sentence for each chosen GPU that processes of its host hold."""
+    for number, gpu in _those(gpus, chosen):
+        if holders := [_named(holder) for holder in _large(gpu)]:
+            yield f"{host}: GPU {number} is in use: {listed(holders, most=4)}."
+
+
 def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
     """The latest error of each kind that the hardware of a GPU has reported.
 
@@ -86,8 +93,7 @@ def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
 
 def _held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
     """A sentence for the memory of a GPU that processes hold."""
-    large = [holder for holder in gpu.holders if holder.memory is None or holder.memory >= _LEAST]
-    others = [holder for holder in large if holder.user]
+    others = _large(gpu)
     for holder in (holder for holder in others if holder.is_left):
         fact = f"{_named(holder)} of an earlier job still holds {_memory(holder)} of GPU {number}"
         yield with_fix(f"{host}: {fact}.", f"{ssh}{' ' * bool(ssh)}kill -9 {holder.pid}")
@@ -99,6 +105,12 @@ def _held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
     if None not in sizes and unseen > _LEAST_SHARE * (gpu.memory_total or 0):
         by = "processes that are not listed (a desktop's, another container's)"
         yield f"{host}: GPU {number} is in use: {by} hold {size_text(unseen)}."
+
+
+def _large(gpu: Gpu) -> list[Holder]:
+    """The processes of the host that hold much of a GPU."""
+    large = [holder for holder in gpu.holders if holder.memory is None or holder.memory >= _LEAST]
+    return [holder for holder in large if holder.user]
 
 
 def _those(gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> list[tuple[int, Gpu]]:

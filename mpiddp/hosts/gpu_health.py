@@ -5,14 +5,17 @@ Standard library only: the launcher sends this file to other hosts. gpu_faults.p
 
 from __future__ import annotations
 
+import os
 import pwd
 import re
 import time
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from socket import AF_UNIX, socket
 
 from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, Holder, Xid, read_gpus, tool_output
+from mpiddp.hosts.interfaces import machine
 from mpiddp.hosts.processes import command_of, fact_of, marked
 
 MORE_S = 3.0  # the query for processes, and each log of the kernel, may take so long
@@ -49,10 +52,38 @@ def who(pid: str) -> tuple[str, str]:
         number = Path("/proc", pid).stat().st_uid
     except OSError:
         return "", ""
-    user = str(number)
-    with suppress(KeyError):
-        user = pwd.getpwuid(number).pw_name
-    return user, command_of(int(pid))
+    return _name_of(number), command_of(int(pid))
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
+
+
+def claim(addresses: Mapping[str, Sequence[str]]) -> str:
+    """Claim GPUs of this machine for as long as this process lives: all, or none if another launch has one.
+
+    `addresses` has them by `machine`. Returns "", or the user of the other launch. Linux gives the name of an
+    abstract socket to one process, and shows it to all users of the machine.
+    """
+    names = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
+    claimed: list[socket] = []
+    for address in addresses.get(machine("net", "pid"), ()):
+        gpu, mine = f"mpiddp-gpu-{address}", f"mpiddp-gpu-{address}/{os.getuid()}/{os.getpid()}"
+        try:
+            for name in () if f"@{mine}\n" in names else (gpu, mine):  # a restart has its claim still
+                claimed.append(socket(AF_UNIX))
+                claimed[-1].bind(f"\0{name}")
+        except OSError:
+            for each in claimed:
+                each.close()
+            owner = re.search(rf"@{re.escape(gpu)}/(\d+)/", names)
+            return _name_of(int(owner[1])) if owner else "another user"
+    for each in claimed:
+        each.detach()
+    return ""
 
 
 def _is_left(pid: str) -> bool:

@@ -113,6 +113,12 @@ def detached_jobs() -> list[DetachedJob]:
     return [job for _, job in sorted(begun, key=lambda pair: pair[0], reverse=True)]
 
 
+def waiting_jobs() -> list[tuple[DetachedJob, str]]:
+    """The jobs whose start waits, each with what it waits for, the oldest first."""
+    reports = [(job, job.report()) for job in reversed(detached_jobs()) if job.is_running]
+    return [(job, str(report["error"])) for job, report in reports if report.get("cause") == "waiting"]
+
+
 def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     """Fork a process for the job, which no terminal ends. Both processes return the job.
 

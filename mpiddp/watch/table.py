@@ -17,6 +17,7 @@ from mpiddp.arguments import OneSentenceParser, Option
 from mpiddp.errors import DONE, INTERRUPTED, UserError
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import align_columns, as_json, counted, duration, escaped, seconds, size_text
+from mpiddp.watch.detached import waiting_jobs
 from mpiddp.watch.running_jobs import Facts, HasEnded, RunningJob, find_job, hosts_of, job_parser, running_jobs
 
 _EVERY_S = 1.0
@@ -52,12 +53,16 @@ def ps(argv: list[str]) -> int:
     parser = OneSentenceParser(prog="mpiddp ps", description="List your jobs whose mpiddp launch runs on this machine.")
     Option("--json", help="print them as JSON, with their ranks").add_to(parser)
     options = parser.parse_args(argv)
-    jobs = running_jobs()
+    jobs, waiting = running_jobs(), waiting_jobs()
     if options.json:
         rows = [{"pid": job.pid or None, "name": job.name, **(job.facts or {"phase": job.silence})} for job in jobs]
+        rows += [{"pid": job.pid, "name": job.name, "phase": "waiting", "error": why} for job, why in waiting]
         print(as_json("ps", {"jobs": rows}))
         return DONE
-    print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")
+    lines = [f"{job.title} waits: {escaped(why)}" for job, why in waiting]
+    if jobs:
+        lines.insert(0, job_lines(jobs))
+    print("\n".join(lines) or "no job of yours runs on this machine.")
     return DONE
 
 

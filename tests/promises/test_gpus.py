@@ -4,10 +4,12 @@ A program on each host prints what a real nvidia-smi, or dmesg, has printed. tes
 """
 
 import json
+import os
 import re
 import shutil
 import signal
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 
@@ -98,6 +100,60 @@ def test_a_gpu_that_an_earlier_job_still_holds(hosts):
     assert end == f"ssh node1 kill -9 {pid}"
     hosts["node0"].run(["sh", "-c", end], check=True)
     eventually(lambda: not hosts.processes("sleep 6000"))
+
+
+HOLDS = f"""
+echo "$1 begins" >>log
+until [ -e "$1 holds" ]; do sleep 0.05; done
+echo "{GPU_ROW["uuid"]}, $$, 60000" >users-$(hostname)
+until [ -e "$1 ends" ]; do sleep 0.05; done
+: >users-$(hostname)
+"""
+
+
+def test_launches_that_wait_for_gpus(hosts):
+    """--wait-for-hosts also waits for GPUs that other processes hold, and `mpiddp ps` shows them.
+
+    Launches that wait for the same GPUs begin one after the other, with --detach as well.
+    """
+    folder = hosts.folder
+    asked = nvidia_smi({}).replace("cat <<'END'\n\nEND", f"cat {folder}/users-$(hostname)")
+    env = tools(hosts, "nvidia-smi", {"node0": asked, "node1": asked})
+    env["XDG_STATE_HOME"] = str(folder / "state")
+    begun = partial((folder / "log").read_text, encoding="utf-8")
+    launch = (*ONE_EACH, "--wait-for-hosts", "10m")
+    job = ("--", "sh", "-c", HOLDS, "-")
+    (folder / "a holds").touch()
+    first = hosts.start(*launch, *job, "a", env=env)
+    eventually(lambda: (folder / "users-node1").exists() and begun() == "a begins\n" * 2)
+    second = hosts.start(*launch, *job, "b", env=env).until("node0: GPU 0 is in use: pid ")
+    third = hosts.run(*launch, "--detach", *job, "c", env=env).assert_ok().stdout.strip()
+    waits = rf"(?m)^\d+ \({third}\) waits: node0: GPU 0 is in use: pid \d+ of root \(.+ node1: GPU 0 .+"
+    assert re.search(waits, hosts.run("ps", env=env).stdout)
+    (folder / "a ends").touch()
+    eventually(lambda: len(begun().splitlines()) == 4)
+    # The one that has begun holds no GPU yet, and the other one knows.
+    refused = "node0: another launch, of root, begins on its GPUs."
+    eventually(lambda: refused in f"{second.stderr} {hosts.run('ps', env=env).stdout}")
+    assert len(begun().splitlines()) == 4
+    for name in "bc":
+        (folder / f"{name} holds").touch()
+        (folder / f"{name} ends").touch()
+    first.wait().assert_ok()
+    second.wait().assert_ok()
+    hosts.run("wait", third, env=env).assert_ok()
+    assert begun().split()[::2] in ([*"aabbcc"], [*"aaccbb"])
+
+
+def test_a_wait_for_gpus_that_is_over(here, tmp_path):
+    """GPUs that are still held after the time of --wait-for-hosts are refused. Without it, they are only named."""
+    used = nvidia_smi({"memory.used": "1100"}, users=f"{GPU_ROW['uuid']}, {os.getpid()}, 1014")
+    env = {"PATH": tool(tmp_path / "tools", "nvidia-smi", used)}
+    refused = here.run("launch", "--wait-for-hosts", "1s", JOB, env=env).assert_code(2)
+    sentence = f"localhost: GPU 0 is in use: pid {os.getpid()} of "
+    assert refused.said[-1].startswith(sentence)
+    assert refused.fixes[-1] == "--no-check, to start anyway"
+    assert any(line.startswith(sentence) for line in here.run("launch", JOB, env=env).assert_ok().said)
 
 
 def test_the_gpus_of_this_machine(here, tmp_path):

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from mpiddp.arguments import OURS
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.hosts.gpu_health import read_health
-from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
+from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, chosen_gpus, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, without
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.program_files import python_path
@@ -32,7 +32,7 @@ from mpiddp.launch.plan.environment import Environment, gpu_table
 from mpiddp.launch.plan.job_network import find_network, requested_network
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past, choose, place
-from mpiddp.launch.plan.preflight import Checked, check_gpus, preflight
+from mpiddp.launch.plan.preflight import NOT_AT_ALL, Checked, Waits, check_gpus, preflight
 from mpiddp.launch.plan.starters import find_starter
 from mpiddp.protocol import variables
 from mpiddp.protocol.orders import Orders
@@ -70,12 +70,16 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    options: LaunchOptions, env: Mapping[str, str], past: Past | None = None, logins: Logins | None = None
+    options: LaunchOptions,
+    env: Mapping[str, str],
+    past: Past | None = None,
+    logins: Logins | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
     `past` is None for the first attempt, which reads the hosts and pushes. `logins` gets the logins of the
-    preflight, which remain open. Raises UserError for bad input and JobFailed if a machine failed.
+    preflight, which remain open. `on_wait` is told for what the start waits. Raises UserError for bad input and JobFailed if a machine failed.
     """
     past = past or Past(read_hosts(options, env))
     named, is_first = past.named, not past.attempts
@@ -90,7 +94,7 @@ def make_plan(
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
-    waits = options.wait_s or 0.0, len(named.usable) if is_first else least
+    waits = Waits(options.wait_s or 0.0, len(named.usable) if is_first else least, on_wait)
     checked = run_preflight(options, named, starter, environment, logins, waits)
     plan = _plan(options, environment, starter, past, checked)
     for host in plan.hosts.usable if is_first else ():
@@ -215,19 +219,16 @@ def run_preflight(
     starter: Starter,
     environment: Environment,
     logins: Logins | None = None,
-    waits: tuple[float, int] = (0.0, 0),
+    waits: Waits = NOT_AT_ALL,
 ) -> Checked:
-    """The facts and the faults of each host that takes ranks; nothing if no preflight runs.
-
-    `waits`: the most seconds to wait for hosts, and the number of hosts that are enough to stop waiting.
-    """
+    """The facts and the faults of each host that takes ranks; nothing if no preflight runs."""
     kind, env = options.job[0], {**environment.shell, **environment.chosen}
     is_alone = not other_hosts(named.usable)
     uses_gpus = options.backend != "gloo" and not hides_all_gpus(env)
     is_off = options.dry_run or not options.check
     if is_off or (is_alone and not uses_gpus):
         return Checked()
-    if is_alone:  # this machine takes all ranks, and only its GPUs may have a fault
+    if is_alone and not waits.wait_s:  # this machine takes all ranks, and only its GPUs may have a fault
         host, gpus = named.usable[0], read_health(env.get("PATH"))
         if gpus is None:
             return Checked(complaints={host: NO_ANSWER.format(name=host.name)})
@@ -246,6 +247,8 @@ def run_preflight(
         "script": "" if kind in ("--", "-m") else kind,
         "uses_gpus": uses_gpus,
     }
+    if waits.wait_s and uses_gpus:
+        waits = waits._replace(gpus=lambda host, present: chosen_gpus(present, environment.on(host), host.gpus))
     checked = preflight(named.usable, needs, named.transport, waits=waits, logins=logins)
     return check_gpus(checked, environment) if uses_gpus else checked
 

@@ -122,7 +122,7 @@ class LaunchOptions:
         help="options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
     check: bool = option("--no-check", default=True, help="skip the preflight checks of the hosts")
     wait_s: float | None = option("--wait-for-hosts", value="TIME", parse=duration,
-        help="wait up to this long until all names resolve and all hosts answer (default: not at all)")
+        help="wait up to this long until all names resolve, all hosts answer and their GPUs are free (default: not at all)")
     login_s: float = option("--login-timeout", value="TIME", parse=duration, default=SSH.login_s,
         help="time that a login over ssh may take (default: 15 s)")
     lost_s: float = option("--lost-after", value="TIME|never", parse=_limit, default=variables.LOST_AFTER_S,

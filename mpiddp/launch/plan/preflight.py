@@ -2,16 +2,18 @@
 
 It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there. With
 `--wait-for-hosts 10m` it asks silent hosts again: the pods of a cluster start one by one, and a name may not
-resolve at first. The needs of the ranks come in, and Checked goes out: a complaint for each host that cannot
+resolve at first. It also asks hosts again whose GPUs another process holds, and claims them once they are free,
+so that of two launches one begins after the other. The needs of the ranks come in, and Checked goes out: a complaint for each host that cannot
 be used, also because of a fault of its GPUs, and notes on conditions that may only disturb the job.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, ModuleType
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names, processes
 from mpiddp.hosts.complaints import Answer, ssh_line
-from mpiddp.hosts.gpu_faults import faults
+from mpiddp.hosts.gpu_faults import faults, held
 from mpiddp.hosts.gpu_faults import notes as notes_on
 from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus
 from mpiddp.hosts.hostfile import Host
@@ -70,6 +72,18 @@ class HostInfo:
         return cls(host, **{**fields, "gpus": gpus, "interfaces": present})
 
 
+class Waits(NamedTuple):
+    """For what a preflight waits."""
+
+    wait_s: float = 0.0  # the most seconds
+    enough: int = 0  # the number of hosts with which it waits no longer
+    tell: Callable[[str], None] | None = None  # is told for what it waits
+    gpus: Callable[[Host, Sequence[Gpu]], list[int | None]] | None = None  # those of a host's ranks; None: for no GPU
+
+
+NOT_AT_ALL = Waits()
+
+
 class Checked(NamedTuple):
     """The results of a preflight; nothing if none was run."""
 
@@ -87,35 +101,43 @@ def preflight(
     needs: Mapping[str, Any],
     transport: Transport = SSH,
     *,
-    waits: tuple[float, int] = (0.0, 0),
+    waits: Waits = NOT_AT_ALL,
     logins: Logins | None = None,  # gets those of the hosts that answer, which remain open
 ) -> Checked:
-    """Ask each host, and again for at most `waits[0]` seconds, until `waits[1]` hosts have answered.
+    """Ask each host, and again for at most `waits.wait_s`, until `waits.enough` hosts are there and free.
 
     `needs`: the things that every host must have, which `run_preflight` names.
     """
     program = program_that_prints(TRAVELLING, f"host_info({needs!a})")
-    ask = partial(ask_hosts, program=program, python=needs["python"], work_s=facts.LONGEST_S)
+    ask = partial(ask_hosts, python=needs["python"], work_s=facts.LONGEST_S, transport=transport, logins=logins)
     answers, began_at = dict[Host, Answer](), time.monotonic()
-    waits_until, waiting, announced = began_at + waits[0], [*hosts], list[Host]()
+    waits_until, waiting, announced = began_at + waits.wait_s, [*hosts], list[str]()
     while True:
-        answers |= ask(waiting, transport=transport, logins=logins)
+        answers |= ask(waiting, program)
         silent = [host for host, answer in answers.items() if answer.why and not answer.has_failed_there]
         # To wait for another host key would be in vain, because only people change it.
-        waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
-        left_s = waits_until - time.monotonic()
-        if left_s <= 0 or len(hosts) - len(waiting) >= waits[1]:
+        missing = [host for host in silent if _NEW_KEY not in answers[host].stderr]
+        there = {host: HostInfo.of_json(host, answer.value) for host, answer in answers.items() if not answer.why}
+        busy = _busy(there, waits, ask, logins) if logins is not None else {}
+        waiting, left_s = [*missing, *busy], waits_until - time.monotonic()
+        if left_s <= 0 or len(hosts) - len(waiting) >= waits.enough:
             break
-        if waiting != announced:
-            announced, some = waiting, listed([host.name for host in waiting], most=3)
+        reasons = [*(f"{host.name} does not answer." for host in missing), *busy.values()]
+        if reasons != announced:
+            announced, some = reasons, listed([host.name for host in waiting], most=3)
             log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
-        time.sleep(min(PAUSE_S, left_s))
+            for sentence in busy.values():
+                log.info(sentence)
+            if waits.tell is not None:
+                waits.tell(" ".join(reasons))
+        # At another moment than a launch that waits for the same GPUs.
+        time.sleep(min(PAUSE_S if missing else random.uniform(PAUSE_S, 5 * PAUSE_S), left_s))
         names.forget_addresses()  # a name may resolve by now
-    infos, complaints = dict[Host, HostInfo](), dict[Host, str]()
+    complaints = {host: with_fix(sentence, _ANYWAY) for host, sentence in busy.items()}
     first: HostInfo | None = None  # the first host without a complaint
     for host, answer in answers.items():
         if not (complaint := answer.why):
-            info = infos[host] = HostInfo.of_json(host, answer.value)
+            info = there[host]
             complaint = _complaint(info, first or info, needs)
             first = first or (None if complaint else info)
         if complaint:
@@ -123,13 +145,40 @@ def preflight(
     if transport.hint and silent:
         complaints[silent[-1]] += f"\n{transport.hint}"
     return Checked(
-        infos,
-        {**_mistaken(infos), **complaints},
+        there,
+        {**_mistaken(there), **complaints},
         silent=silent,
         failed={host for host, answer in answers.items() if answer.why and answer.is_of_machine},
-        gpus={host: info.gpus or () for host, info in infos.items()},
+        gpus={host: info.gpus or () for host, info in there.items()},
         start_s=min(LEAST_START_S + 2 * (time.monotonic() - began_at), LONGEST_START_S),
     )
+
+
+def _busy(
+    there: Mapping[Host, HostInfo], waits: Waits, ask: Callable[..., dict[Host, Answer]], logins: Logins
+) -> dict[Host, str]:
+    """A sentence for each host whose GPUs are held. It claims those of the other hosts, if these are enough.
+
+    A claim lasts as long as the host's login. A launch that gets too few ends its logins, and asks again.
+    """
+    present = {host: info.gpus or () for host, info in there.items()}
+    chosen = {host: waits.gpus(host, gpus) for host, gpus in present.items()} if waits.gpus else {}
+    found = {host: [*held(host.name, present[host], chosen[host])] for host in chosen}
+    busy = {host: "\n".join(sentences) for host, sentences in found.items() if sentences}
+    free = [host for host in chosen if host not in busy]
+    if free and len(free) >= waits.enough:
+        addresses = {
+            there[host].machine: [gpu.address for at, gpu in enumerate(present[host]) if at in chosen[host]]
+            for host in free
+        }
+        answers = ask(free, program_that_prints(TRAVELLING[:-1], f"claim({addresses!a})"))
+        for host in free:
+            if user := answers[host].why or answers[host].value:
+                busy[host] = f"{host.name}: another launch, of {user}, begins on its GPUs."
+        if len(there) - len(busy) < waits.enough:
+            for host in free:
+                logins.pop(host.key).close()
+    return busy
 
 
 def check_gpus(checked: Checked, environment: Environment) -> Checked:

@@ -50,7 +50,7 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         signals = stack.enter_context(closing(SignalQueue()))
         console = stack.enter_context(closing(Console(report.name)))
         with signals.interrupting():
-            plan = make_plan(options, os.environ, logins=logins)
+            plan = make_plan(options, os.environ, logins=logins, on_wait=report.begin)
         folder = report.folder
         if options.log_dir:  # in it, a folder that no other launch uses
             folder = Path(options.log_dir, time.strftime(f"launch_%Y-%m-%d_%H.%M.%S_{os.getpid()}"))

@@ -67,8 +67,11 @@ class Report:
         self._lock = threading.Lock()  # of the files
         self._write(is_first=True)
 
-    def begin(self) -> None:
-        """End the `mpiddp launch --detach` of the terminal, because the job has started."""
+    def begin(self, waits_for: str = "") -> None:
+        """End the `mpiddp launch --detach` of the terminal: the job has started, or waits for something."""
+        if waits_for or self._facts["cause"] == "waiting":
+            self._facts |= {"cause": "waiting" if waits_for else "running", "error": waits_for or None}
+            self._write()
         if self._starts is not None:
             os.write(self._starts, b"\n")
             os.close(self._starts)

@@ -5,17 +5,21 @@ tests/promises/test_variables.py has the variables of ranks.
 """
 
 import os
+import pwd
 import re
 import resource
 import subprocess
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from mpiddp.hosts import gpus
 from mpiddp.hosts.gpu_faults import faults, notes
-from mpiddp.hosts.gpu_health import read_health
+from mpiddp.hosts.gpu_health import claim, read_health
 from mpiddp.hosts.gpus import Gpu, chosen_gpus, read_gpus
+from mpiddp.hosts.interfaces import machine
 from mpiddp.protocol.channel import AGENT_NAME
 from tests.support.machine import GPU_ROW, SECOND_GPU, TWO_GPUS, nvidia_smi, tool
 
@@ -196,6 +200,19 @@ def test_who_holds_memory(host):
     assert note == (
         "a: GPU 0 is in use: processes that are not listed (a desktop's, another container's) hold 41.9 GB."
     )
+
+
+def test_two_processes_that_claim_a_gpu():
+    """One gets all that it claims, as long as it lives, and may claim them again; the other gets none."""
+    gpu, another, key = "0000:f1:00.0", "0000:f2:00.0", machine("net", "pid")
+    claims = f"from mpiddp.hosts.gpu_health import claim; print(claim({{{key!r}: [{gpu!r}]}}), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", claims], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout.readline() == "\n"
+        user = pwd.getpwuid(os.getuid()).pw_name
+        assert claim({key: [another, gpu]}) == user
+        assert f"mpiddp-gpu-{another}" not in Path("/proc/net/unix").read_text(encoding="utf-8")
+        process.communicate("\n")
+    assert [claim({key: [another, gpu]}), claim({key: [gpu]}), claim({"another machine": [gpu]})] == ["", "", ""]
 
 
 def test_a_process_of_a_job_that_runs_is_not_what_an_earlier_one_has_left(host):
