@@ -202,14 +202,24 @@ def test_who_holds_memory(host):
     )
 
 
-def test_two_processes_that_claim_a_gpu():
+CLAIMS = """
+import ctypes, os, sys
+from mpiddp.hosts.gpu_health import claim
+claim({})  # loads what another user may not read
+if os.getuid() == 0:
+    os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: as a login of this user, it may read its own /proc
+print(claim({sys.argv[1]: sys.argv[2:]}), flush=True)
+input()
+"""
+
+
+def test_two_users_that_claim_a_gpu():
     """One gets all that it claims, as long as it lives, and may claim them again; the other gets none."""
     gpu, another, key = "0000:f1:00.0", "0000:f2:00.0", machine("net", "pid")
-    claims = f"from mpiddp.hosts.gpu_health import claim; print(claim({{{key!r}: [{gpu!r}]}}), flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", claims], stdin=-1, stdout=-1, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", CLAIMS, key, gpu], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout.readline() == "\n"
-        user = pwd.getpwuid(os.getuid()).pw_name
-        assert claim({key: [another, gpu]}) == user
+        assert claim({key: [another, gpu]}) == pwd.getpwuid(os.getuid() or 65534).pw_name
         assert f"mpiddp-gpu-{another}" not in Path("/proc/net/unix").read_text(encoding="utf-8")
         process.communicate("\n")
     assert [claim({key: [another, gpu]}), claim({key: [gpu]}), claim({"another machine": [gpu]})] == ["", "", ""]
