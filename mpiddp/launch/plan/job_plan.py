@@ -79,7 +79,8 @@ def make_plan(
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
     `past` is None for the first attempt, which reads the hosts and pushes. `logins` gets the logins of the
-    preflight, which remain open. `on_wait` is told for what the start waits. Raises UserError for bad input and JobFailed if a machine failed.
+    preflight, which remain open. `on_wait` is told for what the start waits. Raises UserError for bad input and
+    JobFailed if a machine failed.
     """
     past = past or Past(read_hosts(options, env))
     named, is_first = past.named, not past.attempts

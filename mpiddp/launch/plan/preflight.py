@@ -3,7 +3,9 @@
 It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there. With
 `--wait-for-hosts 10m` it asks silent hosts again: the pods of a cluster start one by one, and a name may not
 resolve at first. It also asks hosts again whose GPUs another process holds, and claims them once they are free,
-so that of two launches one begins after the other. The needs of the ranks come in, and Checked goes out: a complaint for each host that cannot
+so that one of two launches begins after the other.
+
+The needs of the ranks come in, and Checked goes out: a complaint for each host that cannot
 be used, also because of a fault of its GPUs, and notes on conditions that may only disturb the job.
 """
 
@@ -172,12 +174,12 @@ def _busy(
             for host in free
         }
         answers = ask(free, program_that_prints(TRAVELLING[:-1], f"claim({addresses!a})"))
-        for host in free:
-            if user := answers[host].why or answers[host].value:
-                busy[host] = f"{host.name}: another launch, of {user}, begins on its GPUs."
-        if len(there) - len(busy) < waits.enough:
-            for host in free:
-                logins.pop(host.key).close()
+        for host in (host for host in free if answers[host].why or answers[host].value):
+            taken = f"{host.name}: another launch, of {answers[host].value}, begins on its GPUs."
+            busy[host] = answers[host].why or taken
+        for login in [logins.pop(host.key, None) for host in free if len(there) - len(busy) < waits.enough]:
+            if login is not None:
+                login.close()
     return busy
 
 
