@@ -77,6 +77,8 @@ class Entry:
 class About:
     """The facts of a checkpoint, as about.json has them. A new fact is a line here, with a default.
 
+    All hosts that write must have the same facts, because a checkpoint is known by a hash of this file as well.
+
     Attributes:
         step, config: of the run when it saved the checkpoint.
         partial: the paths in the state that only some ranks had, as those of a pipeline's stage.

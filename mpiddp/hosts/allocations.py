@@ -245,8 +245,10 @@ class Scheduler(NamedTuple):
 
     name: str
     proof: tuple[str, ...]  # it is present if one of these variables has a value
-    read: Callable[[Mapping[str, str]], Hosts | None]  # None if the job has no other host
+    # None if the job has no other host. Slots are the tasks that the user asked for, and never cores.
+    read: Callable[[Mapping[str, str]], Hosts | None]
     sets: str = "$"  # a pattern of the variables that it sets for one host, while it is present
+    ids: str = "$"  # and of those among them that all ranks get: scripts use them as names of runs and as seeds
     # The seconds until the job's time limit. If it raises an error, the limit is unknown.
     seconds_left: Callable[[Mapping[str, str]], float] = lambda _: math.inf
     followed_by: str = ""  # the components of Open MPI that would follow its variables
@@ -262,19 +264,27 @@ class Scheduler(NamedTuple):
 # KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
 SCHEDULERS = (
     Scheduler("Flux", ("FLUX_URI",), flux, "FLUX_", followed_by="flux"),
-    Scheduler("Slurm", ("SLURM_JOB_ID",), slurm, "SLURMD?_", _left_of_slurm, "slurm", SRUN, "srun"),
-    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, "PBS_", _left_of_pbs, "tm,pbs", SSH_IN_PBS),
+    Scheduler(
+        "Slurm",
+        ("SLURM_JOB_ID",),
+        *(slurm, "SLURMD?_", "SLURM_(JOB_(ID|NAME)|ARRAY_(JOB|TASK)_ID)", _left_of_slurm, "slurm", SRUN, "srun"),
+    ),
+    Scheduler(
+        "PBS",
+        ("PBS_JOBID", "PBS_NODEFILE"),
+        *(pbs, "PBS_", "PBS_(JOBID|ARRAY_INDEX)", _left_of_pbs, "tm,pbs", SSH_IN_PBS),
+    ),
     Scheduler(
         "LSF",
         ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
-        *(lsf, "(LSB|LSF|LS|EGO)_", _left_of_lsf, "lsf", BLAUNCH),
+        *(lsf, "(LSB|LSF|LS|EGO)_", "LSB_JOB(ID|INDEX)", _left_of_lsf, "lsf", BLAUNCH),
     ),
     Scheduler(
         "Grid Engine",
         ("PE_HOSTFILE", "SGE_TASK_ID"),
         grid_engine,
         "SGE_|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_(ID|NAME|SCRIPT))$",
-        *(_left_of_grid_engine, "gridengine", QRSH),
+        *("JOB_(ID|NAME)|SGE_TASK_ID", _left_of_grid_engine, "gridengine", QRSH),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
     Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot, "SKYPILOT_NODE_RANK$"),

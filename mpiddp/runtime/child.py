@@ -78,7 +78,7 @@ class Child:
         self._frames: list[str] = []
         # The kernel's kills for lack of memory in this control group, before the child could cause one.
         self._kills_before: processes.OomKills | None = None
-        self.nice: int | None = None  # the nice value that its session is still to get
+        self._nice: int | None = None  # the nice value that its session is still to get
         self.has_begun = False  # its Python has been told to run the script
         self._arguments = b""  # of its process, once it has begun
 
@@ -132,21 +132,25 @@ class Child:
         """Start the Python of the next attempt. It imports torch, after packages of the script."""
         self.start(variables)
         self.tell({"type": "ahead", **ahead})
-        self.nice = _LOW
+        self._nice = _LOW
+
+    def hurry(self) -> None:
+        """The job waits for it from now on."""
+        self._nice = 0
 
     def renice(self) -> None:
-        """Set its session to `nice`. Linux shares the cores among sessions; it needs no right.
+        """Set its session to the nice value that it is to get. Linux shares the cores among sessions; it needs no right.
 
         For users who are not root, the kernel takes one such value on a host in 100 ms.
         """
         try:
-            if self.nice is not None:
-                Path(f"/proc/{self.pid}/autogroup").write_text(str(self.nice), encoding="ascii")
+            if self._nice is not None:
+                Path(f"/proc/{self.pid}/autogroup").write_text(str(self._nice), encoding="ascii")
         except BlockingIOError:
             return
         except OSError:  # this kernel does not share by sessions
             pass
-        self.nice = None
+        self._nice = None
 
     def tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):

@@ -140,8 +140,8 @@ class RankAttempt:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.state = State.HELD
         self.child.close()
-        if self.spare is not None:  # the job now waits for it
-            self.spare.nice = 0
+        if self.spare is not None:
+            self.spare.hurry()
         self._ends_at = None
         self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
         while self.again is None and self._next is State.HELD:

@@ -471,7 +471,8 @@ def recorded() -> dict[str, str]:
 def test_the_command_line_of_each_mpi(mpi, tmp_path, monkeypatch):
     """The command line for each MPI and scheduler is exactly the one on record."""
     on_record = {title: text for title, text in recorded().items() if title.endswith(f", {mpi}]")}
-    assert command_lines(enter_folder(tmp_path, monkeypatch), mpi) == on_record
+    now = command_lines(enter_folder(tmp_path, monkeypatch), mpi)
+    assert now == on_record, "run: python -m tests.promises.test_variables"
 
 
 if __name__ == "__main__":

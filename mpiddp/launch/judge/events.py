@@ -26,7 +26,8 @@ _NAMED = 4  # ranks in one sentence
 _CLOCKS = 6  # messages of a rank by which its clock is read
 
 ENDS = frozenset(["done", "exited", "failed", "lost"])
-# The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and the ends of their connections.
+# The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and the ends of their connections. "started" is the
+# agent, and "joining" the Python of its script; `Record.runs` says that all are.
 OF_RANKS = ENDS | {
     *("started", "joining", "log", "announce", "run_dir", "saved", "supports_stop"),
     *("progress", "saving", "stopped", "stacks", "calls", "gpus", "forming", "claim", "held"),

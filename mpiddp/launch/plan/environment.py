@@ -33,10 +33,7 @@ _OF_A_HOST = re.compile(
 )
 # Settings of an MPI, which its mpirun may read.
 _OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
-# Variables of a scheduler that scripts use as names of runs and as seeds.
-_OF_A_JOB = re.compile(
-    "((SLURM_)?JOB_(ID|NAME)|SLURM_ARRAY_(JOB|TASK)_ID|PBS_(JOBID|ARRAY_INDEX)|LSB_JOB(ID|INDEX)|SGE_TASK_ID)$"
-)
+_OF_A_JOB = re.compile(f"({'|'.join(row.ids for row in SCHEDULERS)})$")
 # An agent's Python may need these variables before it can read the others.
 _TO_START = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", JOB, PRIVATE)
 

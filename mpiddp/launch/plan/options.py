@@ -71,12 +71,12 @@ _GROUPS = {
 }
 
 
-def option(*names: str, default: Any = None, is_common: bool = False, **more: Any) -> Any:
-    """A field that is this `Option`."""
+def option(*names: str, default: Any = None, is_common: bool = False, by_hostfile: bool = False, **more: Any) -> Any:
+    """A field that is this `Option`. `by_hostfile`: a hostfile may choose it too."""
     record = Option(*names, **more)
     if record.repeats or not record.value:
         default = () if record.repeats else bool(default)
-    return field(default=default, metadata={"option": record, "is_common": is_common})
+    return field(default=default, metadata={"option": record, "is_common": is_common, "by_hostfile": by_hostfile})
 
 
 common = partial(option, is_common=True)  # an option that the short help shows
@@ -104,30 +104,30 @@ class LaunchOptions:
     npernode: int | None = option("--npernode", also=("--nproc-per-node",), value="N", parse=_number,
         help="number of ranks on each host (default: all slots)")
     needs_gpus: bool = False  # --nproc-per-node gpu
-    exclude: str | None = option("--exclude", value="HOSTS", help="hosts to leave out: node3,node4")
+    exclude: str | None = option("--exclude", by_hostfile=True, value="HOSTS", help="hosts to leave out: node3,node4")
     push: bool = option("--push",
         help="first copy this folder and its environment to every host, as mpiddp hosts push does")
     bind: str = option("--bind", choices=("none", "numa", "core"), default="none",
         help="bind each rank to nothing, a NUMA node, or a core (default: none)")
     mpirun: str | None = option("--mpirun", value="PATH", help="mpirun of the MPI to use (mpi4py takes its library, too)")
-    master_addr: str | None = option("--master-addr", value="ADDR",
+    master_addr: str | None = option("--master-addr", by_hostfile=True, value="ADDR",
         help="rank 0's address, as the other ranks reach it")
-    interface: str | None = common("--interface", value="NAME",
+    interface: str | None = common("--interface", by_hostfile=True, value="NAME",
         help="the job's network: an interface, an address or a network")
-    exports: tuple[str, ...] = common("-x", value="VAR[=VALUE]", repeats=True,
+    exports: tuple[str, ...] = common("-x", by_hostfile=True, value="VAR[=VALUE]", repeats=True,
         help="set this environment variable of the ranks; -x VAR- keeps it from them (repeatable)")
     env_files: tuple[str, ...] = common("--env-file", value="FILE", repeats=True,
         help="variables from a file of lines NAME=VALUE (repeatable)")
     mpi_args: tuple[str, ...] = option("--mpi-args", value="ARGS", parse=_mpi_args, repeats=True,
         help="options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
     check: bool = option("--no-check", default=True, help="skip the preflight checks of the hosts")
-    wait_s: float | None = option("--wait-for-hosts", value="TIME", parse=duration,
+    wait_s: float | None = option("--wait-for-hosts", by_hostfile=True, value="TIME", parse=duration,
         help="wait up to this long until all names resolve, all hosts answer and their GPUs are free (default: not at all)")
-    login_s: float = option("--login-timeout", value="TIME", parse=duration, default=SSH.login_s,
+    login_s: float = option("--login-timeout", by_hostfile=True, value="TIME", parse=duration, default=SSH.login_s,
         help="time that a login over ssh may take (default: 15 s)")
-    lost_s: float = option("--lost-after", value="TIME|never", parse=_limit, default=variables.LOST_AFTER_S,
+    lost_s: float = option("--lost-after", by_hostfile=True, value="TIME|never", parse=_limit, default=variables.LOST_AFTER_S,
         help="a host that is silent for this long is lost, unless the steps of the other ranks go on (default: 45 s)")
-    timeout_s: float | None = option("--timeout", value="TIME", parse=duration,
+    timeout_s: float | None = option("--timeout", by_hostfile=True, value="TIME", parse=duration,
         help="time in which all ranks must join (default: 60 s)")
     max_restarts: int = common("--max-restarts", value="K", parse=whole(0), default=0,
         help="restart a failed job up to K times, from its checkpoint")
@@ -138,16 +138,16 @@ class LaunchOptions:
     grow_s: float | None = option("--grow", value="TIME", parse=duration,
         help="how often to look for hosts that are back or new in the hostfile, to save and restart on them (default: "
         "they join at the next restart)")
-    stop_after_s: float | None = option("--stop-after", value="TIME|never", parse=_limit,
+    stop_after_s: float | None = option("--stop-after", by_hostfile=True, value="TIME|never", parse=_limit,
         help="after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit code is 75 "
         "(default: before the scheduler's time limit)")
-    grace_s: float = option("--grace", value="TIME", parse=duration, default=30.0,
+    grace_s: float = option("--grace", by_hostfile=True, value="TIME", parse=duration, default=30.0,
         help="time that the ranks have to stop before they are killed; one that is saving has up to 10 minutes "
         "(default: 30 s)")
-    failed_grace_s: float = option("--failed-grace", value="TIME", parse=duration, default=variables.FAILED_GRACE_S,
+    failed_grace_s: float = option("--failed-grace", by_hostfile=True, value="TIME", parse=duration, default=variables.FAILED_GRACE_S,
         help="time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 minutes "
         "(default: 3 s)")
-    hang_timeout_s: float | None = option("--hang-timeout", value="TIME", parse=duration,
+    hang_timeout_s: float | None = option("--hang-timeout", by_hostfile=True, value="TIME", parse=duration,
         help="end the job if for this long no rank makes a step, calls a collective or saves (default: never)")
     log_ranks: str = option("--log-ranks", value="RANKS", parse=_ranks, default=DEFAULT_RANKS,
         help="the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, stderr of "
@@ -295,10 +295,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
 
 # A hostfile may choose these: networks, time limits, and hosts to leave out. It may also set variables of the
 # libraries that use the network. Some of these name a file to load or to write, and a value with "/" may.
-BY_HOSTFILE = (
-    *("interface", "master_addr", "exclude", "exports", "wait_s", "login_s", "lost_s", "timeout_s"),
-    *("stop_after_s", "grace_s", "failed_grace_s", "hang_timeout_s"),
-)
+BY_HOSTFILE = tuple(each.name for each in fields(LaunchOptions) if each.metadata.get("by_hostfile"))
 _OF_A_NETWORK = re.compile(r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII)
 _OF_A_CLUSTER = (
     "a hostfile may only choose networks, time limits, hosts to leave out, and variables of NCCL, gloo and "

@@ -45,6 +45,9 @@ STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, and after 
 class Watcher:
     """Looks on while an attempt runs. It may ask ranks, print sentences, or stop the attempt.
 
+    To end the job, it asks for stacks (`Attempt.ask_for_stacks`), then judges again, because a step may have come
+    meanwhile, and calls `Attempt.stop_ranks` with the reason: a failure, which --max-restarts counts.
+
     `remark` is a sentence for the status and for viewers, as long as it is true.
     """
 
