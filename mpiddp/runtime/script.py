@@ -65,7 +65,12 @@ def main() -> None:
         _run(kind, name)
     except BaseException as caught:
         session.error = caught
-    sys.exit(session.end_script())
+    try:
+        code = session.end_script()
+    except KeyboardInterrupt as caught:  # while it waits for the other ranks, for example
+        session.error = caught
+        code = session.end_script()
+    sys.exit(code)
 
 
 def _begin(session: Session, control: socket.socket) -> None:

@@ -325,6 +325,21 @@ def test_ctrl_c_while_torch_imports_numpy(here):
     assert done.stderr.count("\nKeyboardInterrupt") == 1
 
 
+INTERRUPTED_AT_ITS_END = """
+import signal
+from mpiddp.runtime.job.session import Session
+Session._leave = lambda self, serves: signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_ctrl_c_after_the_last_line_of_a_script(here):
+    """Ctrl-C after the last line of a script, while its rank waits for the others, shows nothing of mpiddp."""
+    done = here.run("launch", *here.where(1), here.script(INTERRUPTED_AT_ITS_END))
+    assert done.code != 0
+    assert "KeyboardInterrupt" in done.stderr
+    assert "mpiddp/" not in done.stderr, done.stderr
+
+
 def test_a_save_outlasts_the_grace_period(here):
     """A rank that is saving has more time than --grace, and a line says that it is still saving."""
     done = ready(here, STOPS, "9", options=("--grace", "5")).signal(signal.SIGTERM).wait()
