@@ -48,6 +48,11 @@ class Transport(NamedTuple):
         return self.agent == SSH.agent
 
     @property
+    def why(self) -> str:
+        """Why an mpirun is told of it, "" for ssh, which it takes by itself."""
+        return "" if self.is_ssh else f"{self.name} reaches the hosts of the job, without ssh"
+
+    @property
     def is_installed(self) -> bool:
         return shutil.which(self.agent[0]) is not None
 

@@ -136,7 +136,7 @@ def _agent(hosts: Hosts, command: Command) -> tuple[str, str]:
     if not agent and len(hosts.hosts) > 1:
         lines = [_NO_SIGTERM, f'exec {shlex.join(transport.agent)} "$@"']
         agent = f"sh {command.file('mpiddp-agent', lines)}"
-        why = f"{transport.name} reaches the hosts of the job, without ssh"
+        why = transport.why
     program = transport.agent[0]
     why += f"; {program} ignores SIGTERM: batch systems send it to every process, "
     return agent, f"{why}and mpirun ends with its {program}"
@@ -195,7 +195,7 @@ def _add_hydra(request: Request, command: Command, launcher: str, *variables: st
     """
     program_variable, arguments_variable = variables
     transport, interface = request.hosts.transport, request.interface
-    hydra, program, why = transport.hydra, transport.agent[0], request.why_pinned
+    hydra, program, why = transport.hydra, transport.agent[0], request.why_pinned or transport.why
     if program_variable not in request.environment.shell and (agent := command.ssh_agent(request.hosts)):
         hydra, why, (program, _, arguments) = "rsh", _ANY_SHELL, agent.partition(" ")
         arguments += f" {request.environment.shell.get(arguments_variable, '')}"

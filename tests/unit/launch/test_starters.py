@@ -3,8 +3,13 @@
 tests/promises/test_variables.py has the command for each MPI.
 """
 
+import shlex
+from dataclasses import replace
+from operator import attrgetter
+
 import pytest
 
+from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list
 from mpiddp.launch.plan.command import Request
 from mpiddp.launch.plan.environment import Environment
@@ -12,8 +17,9 @@ from mpiddp.launch.plan.placement import Past, choose
 from mpiddp.launch.plan.preflight import Checked
 from mpiddp.launch.plan.starters import STARTERS
 
-OPEN_MPI_4, OPEN_MPI_5, _, MPICH, SRUN = STARTERS
+OPEN_MPI_4, OPEN_MPI_5, INTEL, MPICH, SRUN = STARTERS
 REQUEST = Request(Hosts("hosts.txt", (Host("node1", ranks=2), Host("node0", ranks=1))), ("x",), "/")
+NAME = attrgetter("name")
 CHOSEN = REQUEST._replace(mpi_args=("--mca", "orte_tmpdir_base", "/big"))
 
 
@@ -35,6 +41,15 @@ def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own(starter, request_, sc
 def test_a_launcher_of_the_user_is_kept():
     command = MPICH.compose(REQUEST._replace(environment=Environment({"HYDRA_LAUNCHER_EXEC": "myssh"})))
     assert not {"-launcher-exec", "mpiddp-ssh"} & {*command.argv, *command.files}
+
+
+@pytest.mark.parametrize("transport", [row.transport for row in SCHEDULERS if not row.transport.is_ssh], ids=NAME)
+@pytest.mark.parametrize("starter", [OPEN_MPI_4, OPEN_MPI_5, MPICH, INTEL], ids=NAME)
+def test_every_mpirun_is_told_how_a_scheduler_reaches_its_hosts(starter, transport):
+    """Whether Open MPI has a component for the scheduler, or not."""
+    command = starter.compose(REQUEST._replace(hosts=replace(REQUEST.hosts, transport=transport)))
+    written = shlex.join([*command.argv, *command.settings.values(), *map(str, command.files.values())])
+    assert transport.agent[0] in written or transport.hydra in command.argv
 
 
 @pytest.mark.parametrize(("cpus", "flags"), [("7", ["--cpus-per-task=3"]), ("1", []), ("", [])])
