@@ -74,7 +74,7 @@ def clients(ranks: int) -> None:
     _agree(clients)
     for step in range(STEPS):
         for client in clients:
-            client.send("progress", step=step, own_s=step / 1000, cpu_s=step / 1000, memory=1 << 30)
+            client.send("progress", step=step, counter=0, own_s=step / 1000, cpu_s=step / 1000, memory=1 << 30)
     for client in clients:
         client.send("done")
     for client in clients:
