@@ -64,7 +64,7 @@ A document is, for example:
 
 {launch}
 
-`cause` is `running`, {causes}. `checkpoint` is the newest complete one.
+`cause` is `running`, `waiting` (for what `error` says, see `--wait-for-hosts`), {causes}. `checkpoint` is the newest complete one.
 
 Every JSON document of mpiddp begins with `kind` and `version`, which grows when a key changes its meaning.
 A value that is not known is null or left out. Times are seconds since 1970, and memory is in bytes. The use

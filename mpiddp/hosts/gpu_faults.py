@@ -65,7 +65,7 @@ def notes(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str
     for number, gpu in _those(gpus, chosen):
         for fact in _reported(gpu, is_over=True):
             yield f"{host}: GPU {number} {fact}. Its driver has started since, or calls it usable."
-        yield from _held(host, number, gpu, ssh)
+        yield from _memory_held(host, number, gpu, ssh)
         if gpu.slowed:
             heat = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
             yield f"{host}: GPU {number} is slowed down{heat}: {gpu.slowed}."
@@ -91,7 +91,7 @@ def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
             yield f"reported Xid {number} ({_XIDS[number]}) {duration(xid.ago_s)} ago"
 
 
-def _held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
+def _memory_held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
     """A sentence for the memory of a GPU that processes hold."""
     others = _large(gpu)
     for holder in (holder for holder in others if holder.is_left):

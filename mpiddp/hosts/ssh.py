@@ -420,6 +420,8 @@ class Login:
 class Logins(dict[str, Login]):
     """Logins that remain open for further programs, by the keys of their hosts."""
 
+    have_claims = False  # whether they hold GPUs for the job, see `gpu_health.claim`
+
     def close(self) -> None:
         for login in self.values():  # so they end at the same time
             login.end_input()

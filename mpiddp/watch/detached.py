@@ -114,9 +114,10 @@ def detached_jobs() -> list[DetachedJob]:
 
 
 def waiting_jobs() -> list[tuple[DetachedJob, str]]:
-    """The jobs whose start waits, each with what it waits for, the oldest first."""
+    """The jobs of this machine whose start waits, each with what it waits for, the oldest first."""
+    here = ("waiting", socket.gethostname())
     reports = [(job, job.report()) for job in reversed(detached_jobs()) if job.is_running]
-    return [(job, str(report["error"])) for job, report in reports if report.get("cause") == "waiting"]
+    return [(job, str(r["error"])) for job, r in reports if (r.get("cause"), r.get("launched_on")) == here]
 
 
 def detach(beginning: str) -> tuple[DetachedJob, int | None]:

@@ -145,6 +145,22 @@ def test_launches_that_wait_for_gpus(hosts):
     assert begun().split()[::2] in ([*"aabbcc"], [*"aaccbb"])
 
 
+def test_a_gpu_that_is_taken_while_a_launch_waits_for_another(hosts):
+    """A launch begins only once the GPUs of all its hosts are free at the same time."""
+    asked = nvidia_smi({}).replace("cat <<'END'\n\nEND", f"cat {hosts.folder}/users-$(hostname)")
+    env = tools(hosts, "nvidia-smi", {"node0": asked, "node1": asked})
+    node0, node1 = (hosts.folder / f"users-{host}" for host in ("node0", "node1"))
+    node0.touch()
+    node1.write_text(f"{GPU_ROW['uuid']}, 1, 60000\n")
+    job = hosts.start(*ONE_EACH, "--wait-for-hosts", "10m", JOB, env=env)
+    job.until("node1: GPU 0 is in use: pid 1 of root")
+    node0.write_text(node1.read_text())
+    node1.write_text("")
+    job.until("node0: GPU 0 is in use: pid 1 of root")
+    node0.write_text("")
+    assert len(job.wait().assert_ok().records) == 2
+
+
 def test_a_wait_for_gpus_that_is_over(here, tmp_path):
     """GPUs that are still held after the time of --wait-for-hosts are refused. Without it, they are only named."""
     used = nvidia_smi({"memory.used": "1100"}, users=f"{GPU_ROW['uuid']}, {os.getpid()}, 1014")

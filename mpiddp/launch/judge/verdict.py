@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, fault
 from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record, Stop, is_silent
 from mpiddp.launch.judge.hangs import sentence_at_failure
 from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
@@ -75,8 +75,8 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
     try:
         if culprit or printed:
             blames, sentence = known_cause(culprit, printed)
-    except Exception:  # the table is loaded now, and the installation may have changed, or no open file is left
-        sentence = ""
+    except Exception as error:  # it loads the table: the installation may have changed, or no open file is left
+        sentence = f"no known cause was looked for: {fault(error)}."
     if culprit and blames == "host":
         outcome = outcome._replace(host_at_fault=record.hosts[culprit.rank])
     if blames == "another rank":

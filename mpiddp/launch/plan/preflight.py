@@ -2,11 +2,11 @@
 
 It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there. With
 `--wait-for-hosts 10m` it asks silent hosts again: the pods of a cluster start one by one, and a name may not
-resolve at first. It also asks hosts again whose GPUs another process holds, and claims them once they are free,
-so that one of two launches begins after the other.
+resolve at first. It also waits for GPUs that another process holds, and claims them once all are free at the same
+time, so that one of two launches begins after the other.
 
-The needs of the ranks come in, and Checked goes out: a complaint for each host that cannot
-be used, also because of a fault of its GPUs, and notes on conditions that may only disturb the job.
+The needs of the ranks come in, and Checked goes out: a complaint for each host that cannot be used, also because of
+a fault of its GPUs, and notes on conditions that may only disturb the job.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def preflight(
     answers, began_at = dict[Host, Answer](), time.monotonic()
     waits_until, waiting, announced = began_at + waits.wait_s, [*hosts], list[str]()
     while True:
-        answers |= ask(waiting, program)
+        answers |= ask(hosts if waits.gpus else waiting, program)  # a GPU that was free may be held by now
         silent = [host for host, answer in answers.items() if answer.why and not answer.has_failed_there]
         # To wait for another host key would be in vain, because only people change it.
         missing = [host for host in silent if _NEW_KEY not in answers[host].stderr]
@@ -177,9 +177,9 @@ def _busy(
         for host in (host for host in free if answers[host].why or answers[host].value):
             taken = f"{host.name}: another launch, of {answers[host].value}, begins on its GPUs."
             busy[host] = answers[host].why or taken
-        for login in [logins.pop(host.key, None) for host in free if len(there) - len(busy) < waits.enough]:
-            if login is not None:
-                login.close()
+        logins.have_claims = len(there) - len(busy) >= waits.enough
+        if not logins.have_claims:
+            logins.close()
     return busy
 
 

@@ -46,7 +46,7 @@ class Launcher:
     why_stop: str = ""
     exchange: Exchange | None = None  # under `mpiddp.spawn`, where the ranks run a function
     logs: LogFolder | None = None
-    logins: Logins = field(default_factory=Logins)  # the preflight's, which mpirun's start closes, without claims
+    logins: Logins = field(default_factory=Logins)  # the preflight's, which mpirun's start closes
     run_id: str = field(default_factory=lambda: os.urandom(8).hex())
 
 
@@ -142,7 +142,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
                 cut_off = hand_over(plan, server, private_name, kept, launcher.logins)
             if cut_off:
                 return cut_off
-        if options.wait_s is None:  # otherwise they keep the claims of `gpu_health.claim`
+        if not launcher.logins.have_claims:
             launcher.logins.close()
         command = plan.starter.compose(request._replace(environment=environment), str(folder))
         mpirun = MpirunProcess(plan.starter, command, shell)

@@ -146,7 +146,9 @@ def test_a_known_cause_of_many_ranks_is_searched_where_ranks_have_failed():
 def test_an_explanation_that_fails_hides_no_verdict(monkeypatch):
     """The installation may change during a job, so that the table of failures does not fit its code."""
     monkeypatch.setattr("mpiddp.explain.explain.explain", lambda lines: {}["kinit"])
-    assert "RuntimeError: nccl" in judged(failed(1, "RuntimeError: nccl")).sentence
+    outcome = judged(failed(1, "RuntimeError: nccl"))
+    assert "RuntimeError: nccl" in outcome.sentence
+    assert outcome.known_cause.startswith("no known cause was looked for: KeyError: 'kinit' (")
 
 
 RECORDS = sorted(FOLDER.glob("*.jsonl"))
