@@ -12,7 +12,6 @@ from ipaddress import ip_address
 from typing import Any
 
 from mpiddp.hosts.gpus import Gpu
-from mpiddp.hosts.reachability import blocked
 from mpiddp.text import all_of, differences, names_by_value, size_text
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
@@ -129,11 +128,3 @@ def files(facts: Facts) -> Iterator[Finding]:
             yield FAIL, f"{path} is missing or unreadable on {all_of(missing)}", _PUSH
         if fact := differences(path, {name: digest for name, digest in hashes.items() if digest}):
             yield FAIL, fact, _PUSH
-
-
-def reach(answers: Facts, addresses: Mapping[str, str], port: int) -> Iterator[Finding]:
-    """Whether each host reaches each other host on the job's network, also with large packets."""
-    if not any(answers.values()):
-        yield UNKNOWN, "no direction between the hosts was tried", ""
-    for _, fact, fix in blocked(answers, addresses, port):
-        yield FAIL, fact, fix

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shlex
 import subprocess
 import sys
@@ -42,6 +41,7 @@ from mpiddp.launch.plan.environment import Environment
 from mpiddp.launch.plan.job_network import find_network
 from mpiddp.launch.plan.options import add_options, parse_options
 from mpiddp.launch.plan.starters import find_starter
+from mpiddp.launch.run.outcome_file import why_failed
 from mpiddp.text import all_of, as_json, counted, escaped, parts
 from mpiddp.world import leave_enclosing_job
 
@@ -200,8 +200,10 @@ def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str], start_
         if None not in met.values():
             break
         met = {}  # another program has this port on a host
-    count = sum(map(len, met.values()))
-    return results("network", compare.reach(met, to_meet, port), f"all {count} directions open")
+    if not (count := sum(map(len, met.values()))):
+        return [Line("network", UNKNOWN, "no direction between the hosts was tried")]
+    findings = [(FAIL, fact, fix) for _, fact, fix in reachability.blocked(met, to_meet, port)]
+    return results("network", findings, f"all {count} directions open")
 
 
 def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
@@ -225,24 +227,13 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
             return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
         _, proof, printed = done.stdout.rpartition(trial_job.PROOF)
         if done.returncode != DONE or not proof:
-            return Line("job", FAIL, f"exit code {done.returncode}: {_why(done, report)}", fix)
+            return Line("job", FAIL, f"exit code {done.returncode}: {why_failed(report, done.stderr)}", fix)
     ranks = json.loads(printed.splitlines()[0])
     if wrong := [rank["hostname"] for rank in ranks if rank["wrong"]]:
         return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix)
     slowest = max(rank["seconds"] for rank in ranks)
     fact = f"an all-reduce of 16 MB is right on {counted(len(ranks), 'host')}, {slowest:.2f} s"
     return Line("job", OK, fact)
-
-
-def _why(done: subprocess.CompletedProcess[str], report: Path) -> str:
-    """Why the job has failed, by its report; before it, the sentence of an agent that could not connect."""
-    ended = json.loads(report.read_bytes()) if report.exists() else {}
-    errors = done.stderr.splitlines()
-    sentences = [line[8:] for line in errors if re.match(r"mpiddp: \S", line)]
-    if verdict := ended.get("error"):
-        before = "".join(sentences[: sentences.index(verdict)][-1:]) if verdict in sentences else ""
-        return verdict if ended["rank"] is not None or before in verdict else f"{before} {verdict}"
-    return (sentences or errors or ["no output"])[-1]
 
 
 def text(lines: Sequence[Line]) -> str:

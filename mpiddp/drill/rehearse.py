@@ -19,7 +19,8 @@ from mpiddp.arguments import OURS, OUT
 from mpiddp.drill.faults import FIRED, PLAN, UNDISTURBED, Fault, FaultPlan, flip_newest_save
 from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
-from mpiddp.hosts.processes import descendants, kill_marked, marked, signal_all
+from mpiddp.hosts.processes import descendants, end_all, marked, signal_all
+from mpiddp.launch.run.outcome_file import why_failed
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run
@@ -146,24 +147,7 @@ class Drill:
                     time.sleep(_POLL_S)
             finally:
                 code = launcher.poll()
-                if code is None:
-                    _end_leftover(records, wait_s=0.0)
-                    launcher.kill()
-                _end_leftover(records, _END_S)
-        return Ended(code, _error(report, errors)[:_LONGEST_ERROR].rstrip("."))
-
-
-def _error(report: Path, errors: Path) -> str:
-    """The launcher's verdict on the job, or the first line that it printed if it refused the job."""
-    facts = json.loads(report.read_bytes()) if report.exists() else {}
-    printed = errors.read_text("utf-8", errors="replace").removeprefix("mpiddp: ")
-    return facts.get("error") or printed.partition("\n")[0] or "it printed no error"
-
-
-def _end_leftover(records: Path, wait_s: float) -> None:
-    """Give the processes of the run this time to end. Kill those that remain."""
-    mark = f"{DRILL}={records}".encode()
-    deadline = time.monotonic() + wait_s
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    kill_marked(mark)
+                left = partial(marked, f"{DRILL}={records}".encode())
+                end_all(left, grace_s=0.0 if code is None else _END_S)
+        why = why_failed(report, errors.read_text("utf-8", errors="replace"))
+        return Ended(code, why[:_LONGEST_ERROR].rstrip("."))

@@ -7,7 +7,9 @@ It is written as a whole, when the job begins, after each attempt and at the end
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -122,6 +124,20 @@ class Report:
                 if is_first:
                     raise cause_of(error)(sentence) from None
                 log.error(sentence)  # the job is worth more
+
+
+def why_failed(report: Path, stderr: str) -> str:
+    """Why a job has failed, by its report, or else by its stderr.
+
+    The sentence of an agent that could not connect stands on stderr alone, before the error of the report.
+    """
+    ended = json.loads(report.read_bytes()) if report.exists() else {}
+    lines = stderr.splitlines()
+    sentences = [line[8:] for line in lines if re.match(r"mpiddp: \S", line)]
+    if error := ended.get("error"):
+        before = "".join(sentences[: sentences.index(error)][-1:]) if error in sentences else ""
+        return error if ended["rank"] is not None or before in error else f"{before} {error}"
+    return (sentences or lines or ["it printed no error"])[-1]
 
 
 def _ending(outcome: Outcome) -> dict[str, Any]:
