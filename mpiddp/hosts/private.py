@@ -76,27 +76,22 @@ def keep(name: str, variables: bytes) -> None:
         folder.mkdir(mode=0o700)
     _check(folder)
     part = folder / os.urandom(8).hex()
-    _write(part, variables)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(variables)
     part.rename(folder / "variables")
-
-
-def _write(path: Path, content: bytes) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _check_room(folder: Path) -> None:
     """Raise OSError if the folder is full or read-only: Open MPI's daemon would end without a reason."""
-    part = folder / f"mpiddp-{os.urandom(8).hex()}"
+    from tempfile import TemporaryFile  # takes 10 ms
+
     try:
-        _write(part, b"\n")
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"\n")
     except FileNotFoundError:
         return  # the daemon uses /tmp instead
     except OSError as error:  # the error of a full disk names no file
         raise OSError(error.errno, error.strerror, str(folder)) from None
-    finally:
-        with suppress(OSError):
-            part.unlink()
 
 
 def take(name: str) -> dict[str, str]:

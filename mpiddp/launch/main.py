@@ -38,29 +38,8 @@ from mpiddp.world import World, leave_enclosing_job, leave_launchers
 
 def main(argv: list[str]) -> int:
     """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 bad input, 75 stopped on request,
-    130 interrupted. All that it prints begins with "mpiddp:", including why nothing started.
+    130 interrupted. Raises UserError or JobFailed if there is no job yet of which a report could say so.
     """
-    try:
-        return _launch(argv)
-    except (UserError, JobFailed, KeyboardInterrupt) as error:
-        outcome = _refused(error)
-        print_outcome(outcome)
-        return outcome.code
-
-
-def _refused(error: BaseException) -> Outcome:
-    """The outcome of a job that has not started, or whose launcher has failed."""
-    if isinstance(error, KeyboardInterrupt):
-        return Outcome(INTERRUPTED, "interrupted")
-    error = errors.of_limit(error) or error
-    if not isinstance(error, UserError | JobFailed):
-        traceback.print_exception(error)
-        return Outcome(FAILED, f"the launcher itself has failed: {fault(error)}.")
-    code = BAD_INPUT if isinstance(error, UserError) else FAILED
-    return Outcome(code, without_prefix(str(error)))
-
-
-def _launch(argv: list[str]) -> int:
     open_closed_streams()
     is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
@@ -106,6 +85,18 @@ def _launch(argv: list[str]) -> int:
     again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *printable, *options.command]
     report = Report(job, again, reports, options.on_end or (), folder, starts)
     return _run_and_report(options, report)
+
+
+def _refused(error: BaseException) -> Outcome:
+    """The outcome of a job that has not started, or whose launcher has failed."""
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome(INTERRUPTED, "interrupted")
+    error = errors.of_limit(error) or error
+    if not isinstance(error, UserError | JobFailed):
+        traceback.print_exception(error)
+        return Outcome(FAILED, f"the launcher itself has failed: {fault(error)}.")
+    code = BAD_INPUT if isinstance(error, UserError) else FAILED
+    return Outcome(code, without_prefix(str(error)))
 
 
 def _run_and_report(options: LaunchOptions, report: Report) -> int:

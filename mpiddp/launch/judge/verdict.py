@@ -137,7 +137,7 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     # Ranks that refuse may end without a report.
     if not record.latest["started"] and mpirun.code in (BAD_INPUT, STOPPED):
         return Outcome(mpirun.code, is_complete=False)
-    cause = f"{mpirun.name} ended with exit code {mpirun.code}"
+    cause, fix = f"{mpirun.name} ended with exit code {mpirun.code}", ""
     if mpirun.code < 0:
         cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
     elif mpirun.rank_signal:
@@ -145,10 +145,8 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     elif mpirun.code == DONE and not record.latest["started"]:
         cause = "mpirun ended, but no rank ever reported"
     elif not record.latest["started"] and len(record.fact("began", "here")) < record.world_size:
-        cause += " before any rank had started"
-        sentence = with_fix(f"the job failed: {cause}.", _CHECK)
-        return Outcome(FAILED, sentence, is_complete=False)
-    return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
+        cause, fix = f"{cause} before any rank had started", _CHECK
+    return Outcome(FAILED, with_fix(f"the job failed: {cause}.", fix), is_complete=False)
 
 
 def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | None:
