@@ -19,6 +19,7 @@ from mpiddp.arguments import OUT, Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
 from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, aligned, new_parser, spread, started, values_of
 from mpiddp.errors import UserError, print_error
+from mpiddp.launch.plan.entrypoint import read_job
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import counted
 from mpiddp.watch.running_jobs import RunningJob, running_jobs
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     values = parser.parse_args(argv)
-    script = [*(["-m", *values.module] if values.module else ()), *values.script]
+    script = read_job(values.module, values.script)
     jobs = Jobs(prog, argv, values, where, script)
     powers = (2**power for power in range(jobs.slots.bit_length()) if 2**power < jobs.slots)
     sizes = values.ranks or [*powers, jobs.slots]

@@ -22,6 +22,7 @@ from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.findings import Result, judge, judge_undisturbed
 from mpiddp.drill.rehearse import Drill
 from mpiddp.errors import DONE, FAILED, UserError, named_by, print_error
+from mpiddp.launch.plan.entrypoint import read_job
 from mpiddp.launch.plan.job_plan import make_plan
 from mpiddp.launch.plan.options import LaunchOptions, option_parser, parse_options
 from mpiddp.text import align_columns, as_json, counted
@@ -32,10 +33,9 @@ _ENDS = {None: "not compared", True: "equal", False: "differ"}
 
 
 def main(argv: list[str]) -> int:
-    """Drill the job of `argv`. The exit code: 0 all faults passed, 1 one has not, 2 bad input.
+    """Drill the job of `argv`. The exit code: 0 all faults passed, 1 one has not.
 
-    Raises:
-        UserError: bad input, found before anything started.
+    Raises UserError for bad input, which is found before anything has started.
     """
     options, drill = _parse(argv)
     # An exit, and not a death by the signal, also ends the launcher of the run.
@@ -125,14 +125,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, Drill]:
 def _drill(values: argparse.Namespace, launch: list[str]) -> Drill:
     """The drill of a job with these options of `mpiddp launch`. Its hosts are checked, as before any start.
 
-    Raises:
-        UserError: an invalid option, a script that does not exist, a host that cannot be used.
+    Raises UserError for an invalid option, no such script, or a host that cannot be used.
     """
-    job = [*(["-m", *values.module] if values.module else ()), *values.script]
-    # The options of the launch are checked before there is a folder for {out}.
-    argv = [word.replace(OUT, ".") for word in (*launch, *job)]
-    options = parse_options(argv, "mpiddp drill")
-    if options.job[0] == "--":
+    job = read_job(values.module, values.script)
+    options = parse_options([*launch, *job], "mpiddp drill")
+    if job[0] == "--":
         raise UserError(
             'mpiddp drill: it observes a Python script or a module in each rank, and not a command after "--".',
             fix="mpiddp drill -n 2 train.py --out {out}",
@@ -140,8 +137,8 @@ def _drill(values: argparse.Namespace, launch: list[str]) -> Drill:
     if options.dry_run:
         raise UserError("mpiddp drill: --dry-run runs nothing.", fix="leave it out")
     placed = make_plan(options, os.environ).request.hosts
-    if not values.module:  # the script runs in another working folder
-        job = [os.path.abspath(job[0]), *job[1:]]  # noqa: PTH100, because a link stays a link
+    if job[0] != "-m":  # the script runs in another working folder
+        job = (os.path.abspath(job[0]), *job[1:])  # noqa: PTH100, because a link stays a link
     seed = values.seed if values.seed is not None else random.randrange(1000)
     work = _new_folder(values.work, is_shared=len(placed.hosts) > 1)
     return Drill(launch, job, placed.world_size, work, values.steps, seed)

@@ -302,9 +302,9 @@ TOP = (sys.executable, "-m", "mpiddp", "top")
 STOPS_THE_ONLY_JOB = """
 import sys
 from mpiddp import cli
-from mpiddp.watch import stop_and_stacks
+from mpiddp.watch import one_job
 from mpiddp.watch.running_jobs import find_job
-stop_and_stacks.find_job = lambda name: find_job(sys.argv[1])
+one_job.find_job = lambda name: find_job(sys.argv[1])
 sys.exit(cli.main(["stop"]))
 """
 

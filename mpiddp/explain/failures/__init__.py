@@ -67,30 +67,17 @@ class Failure:
         return PROGRAMS[self.id.partition("-")[0]]
 
 
-def _says(row: SectionProxy) -> tuple[str, ...]:
-    return tuple(text.strip() for text in row["says"].split(" |"))
+def _failure(row: SectionProxy, cause: str, fix: str) -> Failure:
+    says, pattern = row["says"].split(" |"), "".join(row["pattern"].split("\n"))
+    weight = Weight[row.get("weight", "cause").upper()]
+    cause, fix = (" ".join(text.split()) for text in (cause, fix))
+    return Failure(row.name, tuple(map(str.strip, says)), cause, fix, pattern, weight, row.get("blames", ""))
 
 
-_MISSING = {"cause": "", "fix": "", "pattern": "", "weight": "cause", "blames": ""}
-_parser = RawConfigParser(_MISSING, delimiters="=", comment_prefixes=";")
+_parser = RawConfigParser({"cause": "", "fix": "", "pattern": ""}, delimiters="=", comment_prefixes=";")
 for _path in sorted(Path(__file__).parent.glob("*.ini")):
     _parser.read_string(_path.read_text(encoding="utf-8"), str(_path))
-_OF_FILES = (
-    Failure(
-        id=row.name,
-        says=_says(row),
-        cause=" ".join(row["cause"].split()),
-        fix=" ".join(row["fix"].split()),
-        pattern="".join(row["pattern"].split("\n")),
-        weight=Weight[row["weight"].upper()],
-        blames=row["blames"],
-    )
-    for row in map(_parser.__getitem__, _parser.sections())
-)
-_OF_SSH = (
-    Failure(row.name, _says(row), *in_general(row), pattern=row["pattern"], weight=Weight.CAUSE)
-    for row in ssh_errors()
-    if row["says"]
-)
+_OF_FILES = (_failure(row, row["cause"], row["fix"]) for row in map(_parser.__getitem__, _parser.sections()))
+_OF_SSH = (_failure(row, *in_general(row)) for row in ssh_errors() if row["says"])
 ROWS = (*_OF_FILES, *_OF_SSH)
 FAILURES = tuple(row for row in ROWS if row.cause)

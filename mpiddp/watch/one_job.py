@@ -1,16 +1,22 @@
-"""`mpiddp stacks`: the line in which each rank of a job is. `mpiddp stop`: stop a job, as Ctrl-C does."""
+"""`mpiddp stacks`, `stop`, `logs` and `wait`: one job of this user, from another terminal."""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 from contextlib import suppress
 
 from mpiddp.arguments import Option, whole
-from mpiddp.errors import DONE, UserError
+from mpiddp.errors import DONE, FAILED, INTERRUPTED, UserError, print_error
 from mpiddp.hosts.processes import catches, opened
 from mpiddp.protocol.channel import VIEW_STACKS
 from mpiddp.text import counted, escaped
-from mpiddp.watch.running_jobs import HasEnded, find_job, job_parser
+from mpiddp.watch.detached import DetachedJob, read_log
+from mpiddp.watch.running_jobs import HasEnded, find_detached, find_job, job_parser
+
+_EVERY_S = 0.2  # `mpiddp logs -f` looks for more so often
+_OR_LATEST = "the only one that runs, or else the latest"
 
 
 def stacks(argv: list[str]) -> int:
@@ -53,3 +59,41 @@ def stop(argv: list[str]) -> int:
         print(f"job {job.title} is requested to stop.")
         return DONE
     raise job.ended_meanwhile
+
+
+def logs(argv: list[str]) -> int:
+    """Run `mpiddp logs ARGV`. Raises UserError for bad usage, or no such job."""
+    purpose = "Print the output of a job that was started with --detach."
+    follow = Option("-f", "--follow", help="go on until the job ends, or Ctrl-C")
+    options = job_parser("logs", purpose, follow, default=_OR_LATEST).parse_args(argv)
+    job = find_detached(options.job)
+    reader = select.poll()
+    reader.register(1, 0)  # poll always reports that a reader has gone, as in `| head`
+    try:
+        for piece in read_log(job, follows=options.follow):
+            if piece is None and reader.poll(1000 * _EVERY_S):
+                break
+            while piece:
+                piece = piece[os.write(1, piece) :]
+    except KeyboardInterrupt:
+        return _interrupted(job)
+    return DONE
+
+
+def wait(argv: list[str]) -> int:
+    """Run `mpiddp wait ARGV`. The exit code is the job's. Raises UserError for bad usage, or no such job."""
+    purpose = "Wait until a job that was started with --detach has ended. The exit code is the job's."
+    job = find_detached(job_parser("wait", purpose, default=_OR_LATEST).parse_args(argv).job)
+    try:
+        job.wait()
+    except KeyboardInterrupt:
+        return _interrupted(job)
+    print(job.ending)
+    code = job.report().get("exit_code")
+    return FAILED if code is None else int(code)
+
+
+def _interrupted(job: DetachedJob) -> int:
+    if job.is_running:
+        print_error(f"job {job.name} goes on. To stop it: mpiddp stop {job.name}")
+    return INTERRUPTED
