@@ -237,9 +237,14 @@ set_up() {
 # Else it starts one rank on each GPU of this machine.
 launch_finds_hosts() {
   "$venv/bin/python" -c 'import os, sys
-from mpiddp.hosts.allocations import grants_hosts
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpus import hides_all_gpus, read_gpus
-sys.exit(not (grants_hosts(os.environ) or (not hides_all_gpus(os.environ) and read_gpus())))'
+try:
+    hosts = find_allocation(os.environ)
+except (UserError, JobFailed):
+    sys.exit()
+sys.exit(not (hosts or (not hides_all_gpus(os.environ) and read_gpus())))'
 }
 
 case ${1:-} in

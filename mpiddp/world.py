@@ -250,13 +250,8 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     if was_joined:
         leave_launchers(env)
         del env[variables.RUN_ID]
-        for name in (
-            variables.INTERFACE,
-            variables.LOG_DIR,
-            variables.LOST_AFTER,
-            variables.MAX_RESTARTS,
-            variables.TIMEOUT,
-        ):
+        limits = (variables.LOST_AFTER, variables.MAX_RESTARTS, variables.TIMEOUT)
+        for name in (variables.INTERFACE, variables.LOG_DIR, *limits):
             env.pop(name, None)  # they would be options of the new job
     # A launcher sets all of these, or the first two. Fewer are left over in a shell.
     complete = next((names for names in (TORCH, TORCH[:2]) if {*names} <= env.keys()), ())

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile, read_hostfile
 from mpiddp.hosts.names import MAX_HOSTS, expand_nodelist
@@ -313,14 +313,6 @@ def seconds_left(env: Mapping[str, str]) -> tuple[float, str]:
             with suppress(LookupError, ValueError, OverflowError):
                 return row.seconds_left(env), row.name
     return math.inf, ""
-
-
-def grants_hosts(env: Mapping[str, str]) -> bool:
-    """Whether this process runs in an allocation, also in one that cannot be read. run.sh asks this."""
-    try:
-        return find_allocation(env) is not None
-    except (UserError, JobFailed):
-        return True
 
 
 def expand_counts(counts: str) -> list[int]:

@@ -43,11 +43,8 @@ def stacks_of_script(text: str) -> str:
 
 def frames_of(text: str) -> Sequence[Frame]:
     """The frames of the script's main thread, or of the thread that it joins; the outermost first."""
-    main, *others = map(_frames, shown_stack(text).split("\nthread "))
-    if main and _JOINS.search(main[-1].file):
-        scripts = (frames for frames in others if any(_is_of_script(frame) for frame in frames))
-        return next(scripts, main)
-    return main
+    main, *scripts = map(_frames, stacks_of_script(text).split("\nthread "))
+    return scripts[0] if scripts and main and _JOINS.search(main[-1].file) else main
 
 
 def _frames(thread: str) -> list[Frame]:

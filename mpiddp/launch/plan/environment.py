@@ -114,9 +114,7 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, s
         if not has_value and name.endswith("-"):
             settings[name[:-1]] = None
             continue
-        if not has_value and name not in env:
-            raise UserError(f"-x {name}: {name} is not set here.", fix=f"export {name}=…")
-        settings[name] = _checked("-x", name, value if has_value else env[name])
+        settings[name] = _checked("-x", name, value if has_value else env.get(name))
     return settings
 
 
@@ -140,15 +138,15 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
         name, has_value, value = text.removeprefix("export ").partition("=")
         if not _NAME.fullmatch(name) or "\ufffd" in value:
             raise UserError(f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment.")
-        if not has_value and name not in env:
-            raise UserError(f"{source}:{number}: {name} is not set here.", fix=f"{name}=VALUE")
         if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
             value = value[1:-1]
-        yield name, _checked(f"{source}:{number}", name, value if has_value else env[name])
+        yield name, _checked(f"{source}:{number}", name, value if has_value else env.get(name))
 
 
-def _checked(where: str, name: str, value: str) -> str:
-    """The value, if a program can have it in its environment."""
+def _checked(where: str, name: str, value: str | None) -> str:
+    """The value, if there is one, and a program can have it in its environment."""
+    if value is None:
+        raise UserError(f"{where}: {name} is not set here.", fix=f"export {name}=…")
     if "\0" in value:
         raise UserError(f"{where}: the value of {name} contains a zero byte.")
     size = len(os.fsencode(f"{name}={value}"))

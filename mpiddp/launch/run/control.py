@@ -111,9 +111,8 @@ def listen(where: str | Path) -> socket.socket:
     try:
         return socket.create_server(at, family=family, backlog=1024)
     except OSError as error:
-        of = "" if is_path else " of this machine"
-        hint = "" if is_path else " Name another interface: --interface NAME"
-        raise cause_of(error)(f"cannot listen on {where}{of} ({error.strerror}).{hint}") from None
+        fix = "" if is_path else "name another interface: --interface NAME"
+        raise cause_of(error)(f"cannot listen on {where} ({error.strerror}).", fix=fix) from None
 
 
 class ControlServer(ChannelServer):
