@@ -7,6 +7,8 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -32,8 +34,9 @@ def examples(prog: str) -> str:
 class Option:
     """An option of a verb, or an argument, whose name has no dash. It is a switch if it has no value.
 
-    `value` is the name of its value in the help, and `parse` makes the value of a text, or raises
-    ArgumentTypeError. `also` are spellings of other launchers, which no help lists. `more` is argparse's.
+    Without a name, it has that of its `dest`. `value` is the name of its value in the help, and `parse` makes the
+    value of a text, or raises ArgumentTypeError. `also` are spellings of other launchers, which no help lists.
+    `more` is argparse's.
     """
 
     def __init__(
@@ -44,7 +47,8 @@ class Option:
 
     def add_to(self, parser: argparse._ActionsContainer, **more: Any) -> argparse.Action:
         more = {**self._more, **more}
-        flags = [*self.names, *self.also]
+        names = self.names or (flag_of(more["dest"]),)
+        flags = [*names, *self.also]
         flags += [f"--{flag[2:].replace('-', '_')}" for flag in flags if "-" in flag[2:]]
         if not self.value:
             more["action"] = "store_false" if more.get("default") else "store_true"
@@ -53,7 +57,7 @@ class Option:
         if self.repeats:
             more |= {"action": "append", "default": []}
         action = parser.add_argument(*flags, **more)
-        action.option_strings = [*self.names] if action.option_strings else []
+        action.option_strings = [*names] if action.option_strings else []
         return action
 
     def parsed(self, text: str, source: str) -> Any:
@@ -66,13 +70,57 @@ class Option:
             raise UserError(f"{source}: {error}.") from None
 
 
+def flag_of(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}"
+
+
+def option(*names: str, default: Any = None, **more: Any) -> Any:
+    """A field of a record that is this `Option`, with more metadata.
+
+    `group` is the title of a group of the help, which the option begins. `is_common`: --help shows it, too,
+    and not only --help-all. `by_hostfile`: a hostfile may choose it.
+    """
+    metadata = {name: more.pop(name, "") for name in ("group", "is_common", "by_hostfile")}
+    record = Option(*names, **more)
+    if record.repeats or not record.value:
+        default = () if record.repeats else bool(default)
+    return field(default=default, metadata={"option": record, **metadata})
+
+
+common = partial(option, is_common=True)
+
+
+def options_of(record: type) -> dict[str, Field[Any]]:
+    """The fields of a dataclass that are options, by name, in the order in which it has them."""
+    rows = record.__dataclass_fields__  # type: ignore[attr-defined]
+    return {name: rows[name] for name in record.__annotations__ if "option" in rows[name].metadata}
+
+
+class _ShortHelp(argparse._HelpAction):
+    """Print the help without the rare options, and exit."""
+
+    def __call__(self, parser: Any, *rest: Any) -> None:
+        left_out = (*parser.rare, "help", "help_all")
+        actions = [action for action in parser._actions if action.dest not in left_out]
+        parser._action_groups = []
+        parser.add_argument_group("options (--help-all shows every one)")._group_actions = actions
+        super().__call__(parser, *rest)
+
+
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse that raises its errors as UserError, without printing the usage."""
 
     elsewhere: Mapping[str, str] = MappingProxyType({})  # hints, by patterns of misplaced options
 
-    def __init__(self, *, allow_abbrev: bool = False, **more: Any) -> None:
+    def __init__(self, *, allow_abbrev: bool = False, record: type | None = None, **more: Any) -> None:
+        """`record`: of its options, --help shows the common ones alone, and --help-all shows every option."""
+        if record:
+            more["add_help"] = False
         super().__init__(allow_abbrev=allow_abbrev, **more)
+        if record:
+            self.rare = [name for name, row in options_of(record).items() if not row.metadata["is_common"]]
+            self.add_argument("-h", "--help", action=_ShortHelp, help="show the most used options")
+            self.add_argument("--help-all", action="help", help="show every option")
 
     def format_help(self) -> str:
         usage, _, rest = super().format_help().partition("\n\n")

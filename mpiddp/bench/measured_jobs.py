@@ -31,7 +31,7 @@ from mpiddp.hosts.gpus import read_gpus
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.launch.plan.environment import without_values
 from mpiddp.launch.plan.job_plan import make_plan
-from mpiddp.launch.plan.options import add_help, add_options, parse_options
+from mpiddp.launch.plan.options import LaunchOptions, add_options, parse_options
 from mpiddp.text import align_columns, as_json, counted
 
 Result = dict[str, Any]  # JSON
@@ -53,9 +53,8 @@ def new_parser(prog: str, purpose: str, options: Iterable[Option]) -> tuple[OneS
         prog=prog,
         description=f"Measure {purpose}; print a table and write {_name(prog)}.json.",
         conflict_handler="resolve",  # --timeout limits a job here
-        add_help=False,
+        record=LaunchOptions,
     )
-    add_help(parser)
     where = add_options(parser, "where", "how")
     group = parser.add_argument_group("the benchmark")
     limit, out = "time limit of one job (default: 10m)", "folder of the results (default: bench/<time>-<name>)"

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import logging
 import math
 import os
 import random
-import re
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -39,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import mpiddp
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import OneSentenceParser, common, flag_of, option, options_of, whole
 from mpiddp.checkpoints.layout import CONFIG, SUMMARY
 from mpiddp.files import replace_file
 from mpiddp.text import counted, duration, parse_interval, shown
@@ -60,11 +58,6 @@ log = logging.getLogger("mpiddp.train")  # rank 0 prints it
 
 
 # --- the options ---
-
-
-def count(low: int, metavar: str = "N") -> dict[str, Any]:
-    """The keywords of an option that takes a whole number from `low` on."""
-    return {"type": whole(low), "metavar": metavar}
 
 
 def number(low: float, below: float = math.inf) -> Callable[[str], float]:
@@ -97,23 +90,6 @@ def path(text: str) -> str:
     return text
 
 
-def option(help: str, **keywords: Any) -> Any:
-    """A field that is an option; `keywords` are argparse's. An option without a default may be None."""
-    return field(default=None, metadata={"help": help, **keywords})
-
-
-GROUPS = {  # of --help, by their first settings
-    "arch": "model",
-    "dataset": "data",
-    "epochs": "schedule",
-    "backend": "engine",
-    "out": "run",
-    "check_determinism": "checks",
-}
-COMMON = (  # of --help; --help-all has every option
-    *("arch", "weights", "dataset", "data_dir", "use_syn", "batch_size", "global_batch_size"),
-    *("epochs", "lr", "optimizer", "amp", "parallel", "out", "resume", "save_every"),
-)
 # The part of the peak rate after this part of the steps that follow the warm-up.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "one-cycle": lambda progress: 1 - progress,
@@ -121,7 +97,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "step": lambda progress: 0.1 ** sum(progress >= mark for mark in (1 / 2, 3 / 4, 7 / 8)),
     "constant": lambda progress: 1.0,
 }
-_POSITIVE, _FRACTION, _SWITCH = number(1e-12), number(0, 1), "store_true"
+_POSITIVE, _FRACTION = number(1e-12), number(0, 1)
 NAMES = tuple(ARCHS)
 
 
@@ -130,60 +106,62 @@ NAMES = tuple(ARCHS)
 class Config(Recipe):
     """The settings of a training, resolved. `mpiddp train --help-all` lists them; config.json has them."""
 
-    arch: str = option(f"{', '.join(NAMES)} (default: by the device)", choices=NAMES, metavar="ARCH")
-    stem: str = option("first layers (default: auto)", choices=("auto", "imagenet", "cifar"), default="auto")
-    weights: str | None = option("begin with this checkpoint, run or .safetensors file", type=path,
-                                 metavar="PATH")
+    arch: str = common(group="model", choices=NAMES, metavar="ARCH",
+        help=f"{', '.join(NAMES)} (default: by the device)")
+    stem: str = option(choices=("auto", "imagenet", "cifar"), default="auto", help="first layers (default: auto)")
+    weights: str | None = common(value="PATH", parse=path, help="begin with this checkpoint, run or .safetensors file")
 
-    dataset: str = option("(default: cifar10)", choices=tuple(DATASETS), default="cifar10")
-    data_dir: str | None = option("(default: $MPIDDP_DATA, else ~/.cache/mpiddp)", type=path, metavar="DIR")
-    use_syn: bool = option("random images and labels in the data set's shape", action=_SWITCH)
-    image_size: int = option("pixels of an image folder's images (default: 224)", **count(1))
-    num_workers: int = option("processes that decode, per rank (default: a rank's cores)", **count(0))
-    skip_bad_images: bool = option("go on without images that cannot be read", action=_SWITCH)
-    batch_size: int = option("images per rank and pass (default: 128 on CPUs, 256 on GPUs)", **count(1))
-    global_batch_size: int = option("images per step over all ranks; or --batch-size", **count(1))
-    grad_accum_steps: int = option("backward passes per step (default: 1)", **count(1), default=1)
-    mixup: float = option("mix pairs of images, by a draw from Beta(A, A) (default: 0, off)",
-                          type=_FRACTION, metavar="A", default=0.0)
+    dataset: str = common(group="data", choices=tuple(DATASETS), default="cifar10", help="(default: cifar10)")
+    data_dir: str | None = common(value="DIR", parse=path, help="(default: $MPIDDP_DATA, else ~/.cache/mpiddp)")
+    use_syn: bool = common(help="random images and labels in the data set's shape")
+    image_size: int = option(value="N", parse=whole(1), help="pixels of an image folder's images (default: 224)")
+    num_workers: int = option(value="N", parse=whole(0),
+        help="processes that decode, per rank (default: a rank's cores)")
+    skip_bad_images: bool = option(help="go on without images that cannot be read")
+    batch_size: int = common(value="N", parse=whole(1),
+        help="images per rank and pass (default: 128 on CPUs, 256 on GPUs)")
+    global_batch_size: int = common(value="N", parse=whole(1), help="images per step over all ranks; or --batch-size")
+    grad_accum_steps: int = option(value="N", parse=whole(1), default=1, help="backward passes per step (default: 1)")
+    mixup: float = option(value="A", parse=_FRACTION, default=0.0,
+        help="mix pairs of images, by a draw from Beta(A, A) (default: 0, off)")
 
-    epochs: int = option("(default: 6 on CPUs, 13 on those with bf16, 30 on GPUs)", **count(1))
-    steps_per_epoch: int | None = option("end every epoch after this many steps", **count(1))
-    lr: float = option("peak; that of sgd is for 256 images, and scales with the batch (default: 0.4, of "
-                       "whitened_resnet8 0.25, of adamw 1e-3)", type=_POSITIVE)
-    schedule: str = option("learning rate (default: one-cycle)",
-                           choices=tuple(SCHEDULES), default="one-cycle")
-    optimizer: str = option("(default: muon for whitened_resnet8, else sgd)",
-                            choices=("sgd", "adamw", "muon"))
-    momentum: float = option("Nesterov's (default: 0.9)", type=_FRACTION, default=0.9)
-    weight_decay: float = option("(default: 5e-4 for CIFAR, 1e-4 for image folders)", type=_FRACTION)
-    label_smoothing: float = option("of the training loss (default: 0, of whitened_resnet8 0.1)",
-                                    type=_FRACTION)
-    clip_grad_norm: float | None = option("limit of the gradients' norm", type=_POSITIVE, metavar="NORM")
-    ema_decay: float | None = option("average the weights, and evaluate the average", type=_FRACTION)
+    epochs: int = common(group="schedule", value="N", parse=whole(1),
+        help="(default: 6 on CPUs, 13 on those with bf16, 30 on GPUs)")
+    steps_per_epoch: int | None = option(value="N", parse=whole(1), help="end every epoch after this many steps")
+    lr: float = common(value="LR", parse=_POSITIVE,
+        help="peak; that of sgd is for 256 images, and scales with the batch (default: 0.4, of whitened_resnet8 0.25, "
+        "of adamw 1e-3)")
+    schedule: str = option(choices=tuple(SCHEDULES), default="one-cycle", help="learning rate (default: one-cycle)")
+    optimizer: str = common(choices=("sgd", "adamw", "muon"), help="(default: muon for whitened_resnet8, else sgd)")
+    momentum: float = option(value="BETA", parse=_FRACTION, default=0.9, help="Nesterov's (default: 0.9)")
+    weight_decay: float = option(value="DECAY", parse=_FRACTION,
+        help="(default: 5e-4 for CIFAR, 1e-4 for image folders)")
+    label_smoothing: float = option(value="PART", parse=_FRACTION,
+        help="of the training loss (default: 0, of whitened_resnet8 0.1)")
+    clip_grad_norm: float | None = option(value="NORM", parse=_POSITIVE, help="limit of the gradients' norm")
+    ema_decay: float | None = option(value="DECAY", parse=_FRACTION,
+        help="average the weights, and evaluate the average")
 
-    backend: str | None = option("(default: nccl with a GPU, else gloo)", choices=("nccl", "gloo"))
-    amp: str = option("mixed precision (default: auto)",
-                      choices=("auto", "bf16", "fp16", "off"), default="auto")
-    parallel: str = option("copies or shards (default: ddp)", choices=("ddp", "fsdp", "hsdp"), default="ddp")
-    sync_bn: bool = option("BatchNorm statistics over all ranks, on GPUs", action=_SWITCH)
-    compile: str = option("(default: auto)", nargs="?", const="on",
-                          choices=("auto", "on", "off"), default="auto")
-    seed: int = option("of weights, order and augmentation (default: 0)", **count(0), default=0)
-    deterministic: bool = option("deterministic kernels, on GPUs too", action=_SWITCH)
+    backend: str | None = option(group="engine", choices=("nccl", "gloo"), help="(default: nccl with a GPU, else gloo)")
+    amp: str = common(choices=("auto", "bf16", "fp16", "off"), default="auto", help="mixed precision (default: auto)")
+    parallel: str = common(choices=("ddp", "fsdp", "hsdp"), default="ddp", help="copies or shards (default: ddp)")
+    sync_bn: bool = option(help="BatchNorm statistics over all ranks, on GPUs")
+    compile: str = option(choices=("auto", "on", "off"), nargs="?", const="on", default="auto", help="(default: auto)")
+    seed: int = option(value="N", parse=whole(0), default=0, help="of weights, order and augmentation (default: 0)")
+    deterministic: bool = option(help="deterministic kernels, on GPUs too")
 
-    out: str | None = option("folder of the run (default: runs/<time>-<arch>)", type=path, metavar="DIR")
-    resume: str = option("auto: newest checkpoint in --out (default: auto)",
-                         type=path, metavar="auto|PATH", default="auto")
-    save_every: str | None = option("20, 30s or 10m (default: once an epoch)",
-                                    type=interval, metavar="STEPS|TIME")
-    keep: int = option("checkpoints to keep (default: 2)", **count(2), default=2)
-    log_every: int = option("(default: 50)", **count(1, "STEPS"), default=50)
-    stop_at_step: int | None = option("save after this step and exit with code 75", **count(1, "STEP"))
+    out: str | None = common(group="run", value="DIR", parse=path,
+        help="folder of the run (default: runs/<time>-<arch>)")
+    resume: str = common(value="auto|PATH", parse=path, default="auto",
+        help="auto: newest checkpoint in --out (default: auto)")
+    save_every: str | None = common(value="STEPS|TIME", parse=interval, help="20, 30s or 10m (default: once an epoch)")
+    keep: int = option(value="N", parse=whole(2), default=2, help="checkpoints to keep (default: 2)")
+    log_every: int = option(value="STEPS", parse=whole(1), default=50, help="(default: 50)")
+    stop_at_step: int | None = option(value="STEP", parse=whole(1), help="save after this step and exit with code 75")
 
-    check_determinism: int | None = option("compare two runs of 10 steps, or N",
-                                           nargs="?", const=10, **count(1))
-    check_divergence: int | None = option("how often to compare the ranks", **count(1, "STEPS"))
+    check_determinism: int | None = option(group="checks", value="N", parse=whole(1), nargs="?", const=10,
+        help="compare two runs of 10 steps, or N")
+    check_divergence: int | None = option(value="STEPS", parse=whole(1), help="how often to compare the ranks")
 # fmt: on
 
 
@@ -192,37 +170,27 @@ _OTHER_MODEL: dict[str, Any] = {"optimizer": "sgd", "lr": 0.4, "label_smoothing"
 _OTHER_OPTIMIZER: dict[str, dict[str, Any]] = {"adamw": {"lr": 1e-3, "weight_decay": 0.05}}
 
 
-def option_parser(*, shows_all: bool = True) -> argparse.ArgumentParser:
-    """The parser of every option, with dashes. Its help has them all, or the common ones."""
+def option_parser() -> argparse.ArgumentParser:
+    """The parser of every option."""
     parser = OneSentenceParser(
         prog="mpiddp train",
         usage="%(prog)s [options]\n\n"
         "  mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a\n"
         "  mpiddp train --use-syn --arch resnet20 --steps-per-epoch 10",
         description="Train a ResNet: alone, as a rank of a job, or by -n or -H as a job of its own.",
+        record=Config,
     )
-    parser.add_argument("--help-all", action="help", help="show every option, and exit")
-    group = parser.add_argument_group("the most used options")
-    settings = {setting.name: setting for setting in dataclasses.fields(Config)}
-    for name in Config.__annotations__:  # in the order in which Config has them
-        if shows_all and name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
-        if keywords := settings[name].metadata:
-            added = group.add_argument(_flag(name), **keywords)
-            if not shows_all and name not in COMMON:
-                added.help = argparse.SUPPRESS
+    group: Any = parser
+    for name, row in options_of(Config).items():
+        if title := row.metadata["group"]:
+            group = parser.add_argument_group(title)
+        row.metadata["option"].add_to(group, dest=name, default=row.default)
     return parser
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options that the user has set. All others have their default, or None. Raises UserError."""
-    # --use_syn=1 becomes --use-syn=1; the value keeps its underscores.
-    dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv]
-    options = option_parser(shows_all="--help-all" in dashed).parse_args(dashed)
+    options = option_parser().parse_args(argv)
     sharded, is_ddp = f"--parallel {options.parallel}", options.parallel == "ddp"
     determinism, resumes = options.check_determinism, options.resume != "auto"
     for first, second, are_given in (
@@ -721,7 +689,7 @@ def open_checkpoints(training: Trainer) -> mpiddp.Checkpoints:
 def fixed_of(config: Config) -> dict[str, Any]:
     """The options that past steps depend on."""
     names = (*plain.FIXED, "use_syn", "global_batch_size", "steps_per_epoch")
-    return {_flag(name): getattr(config, name) for name in names}
+    return {flag_of(name): getattr(config, name) for name in names}
 
 
 def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> None:
@@ -767,7 +735,7 @@ def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
     """Raise UserError unless all ranks train the same. A collective."""
     # Other settings follow from --amp, so it comes first. Some are of each host.
     compared = {"--amp": config.amp}
-    compared |= {_flag(name): str(value) for name, value in vars(config).items()}
+    compared |= {flag_of(name): str(value) for name, value in vars(config).items()}
     compared |= {"--backend": str(world.backend), "--num-workers": "", "--data-dir": ""}
     compared["the data set"] = data.contents
     fixes = {

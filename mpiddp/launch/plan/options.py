@@ -10,12 +10,12 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import OneSentenceParser, Option, duration, shell_command, shell_words, whole
+from mpiddp.arguments import OneSentenceParser, common, duration, option, options_of, shell_command, shell_words, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.transport import SSH
@@ -61,27 +61,6 @@ def _mpi_args(text: str) -> str:
     raise argparse.ArgumentTypeError(f'"{shown(first)}" is not an option, and mpirun would start it as a program')
 
 
-# The groups of the help, by their first options.
-_GROUPS = {
-    "hostfile": "where (default: the scheduler's allocation, or this machine)",
-    "mpirun": "how",
-    "max_restarts": "when something fails",
-    "stop_after_s": "when to stop",
-    "log_ranks": "output",
-}
-
-
-def option(*names: str, default: Any = None, is_common: bool = False, by_hostfile: bool = False, **more: Any) -> Any:
-    """A field that is this `Option`. `by_hostfile`: a hostfile may choose it too."""
-    record = Option(*names, **more)
-    if record.repeats or not record.value:
-        default = () if record.repeats else bool(default)
-    return field(default=default, metadata={"option": record, "is_common": is_common, "by_hostfile": by_hostfile})
-
-
-common = partial(option, is_common=True)  # an option that the short help shows
-
-
 @dataclass(frozen=True)
 class LaunchOptions:
     """The whole command line. Durations are in seconds; None is "not given"."""
@@ -97,6 +76,7 @@ class LaunchOptions:
 
     # fmt: off
     hostfile: str | None = common("--hostfile", also=("--machinefile",), value="FILE",
+        group="where (default: the scheduler's allocation, or this machine)",
         help="file of hosts, slots and options; --grace= takes one back")
     host_list: str | None = common("-H", also=("--host", "--hosts"), value="HOSTS",
         help="hosts and slots: node1:2,node2:4; or a name, @gpu")
@@ -109,7 +89,7 @@ class LaunchOptions:
         help="first copy this folder and its environment to every host, as mpiddp hosts push does")
     bind: str = option("--bind", choices=("none", "numa", "core"), default="none",
         help="bind each rank to nothing, a NUMA node, or a core (default: none)")
-    mpirun: str | None = option("--mpirun", value="PATH", help="mpirun of the MPI to use (mpi4py takes its library, too)")
+    mpirun: str | None = option("--mpirun", group="how", value="PATH", help="mpirun of the MPI to use (mpi4py takes its library, too)")
     master_addr: str | None = option("--master-addr", by_hostfile=True, value="ADDR",
         help="rank 0's address, as the other ranks reach it")
     interface: str | None = common("--interface", by_hostfile=True, value="NAME",
@@ -129,7 +109,7 @@ class LaunchOptions:
         help="a host that is silent for this long is lost, unless the steps of the other ranks go on (default: 45 s)")
     timeout_s: float | None = option("--timeout", by_hostfile=True, value="TIME", parse=duration,
         help="time in which all ranks must join (default: 60 s)")
-    max_restarts: int = common("--max-restarts", value="K", parse=whole(0), default=0,
+    max_restarts: int = common("--max-restarts", group="when something fails", value="K", parse=whole(0), default=0,
         help="restart a failed job up to K times, from its checkpoint")
     min_hosts: int | None = common("--min-hosts", value="H", parse=whole(1),
         help="leave out hosts that fail, as long as H hosts remain")
@@ -138,7 +118,7 @@ class LaunchOptions:
     grow_s: float | None = option("--grow", value="TIME", parse=duration,
         help="how often to look for hosts that are back or new in the hostfile, to save and restart on them (default: "
         "they join at the next restart)")
-    stop_after_s: float | None = option("--stop-after", by_hostfile=True, value="TIME|never", parse=_limit,
+    stop_after_s: float | None = option("--stop-after", group="when to stop", by_hostfile=True, value="TIME|never", parse=_limit,
         help="after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit code is 75 "
         "(default: before the scheduler's time limit)")
     grace_s: float = option("--grace", by_hostfile=True, value="TIME", parse=duration, default=30.0,
@@ -149,7 +129,7 @@ class LaunchOptions:
         "(default: 3 s)")
     hang_timeout_s: float | None = option("--hang-timeout", by_hostfile=True, value="TIME", parse=duration,
         help="end the job if for this long no rank makes a step, calls a collective or saves (default: never)")
-    log_ranks: str = option("--log-ranks", value="RANKS", parse=_ranks, default=DEFAULT_RANKS,
+    log_ranks: str = option("--log-ranks", group="output", value="RANKS", parse=_ranks, default=DEFAULT_RANKS,
         help="the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, stderr of "
         "all ranks)")
     timestamps: bool = option("--timestamps", help="write the date and the time before each line of a rank")
@@ -192,13 +172,12 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
     """Add the options, each with all of its spellings. `only`: first words of groups, or names of fields."""
     group: Any = None
     actions = []
-    for option_field in fields(LaunchOptions):
-        name, default = option_field.name, option_field.default
-        if name in _GROUPS:
-            group = parser.add_argument_group(_GROUPS[name])
-        if not option_field.metadata or (only and not {group.title.split()[0], name} & {*only}):
+    for name, row in options_of(LaunchOptions).items():
+        record, default = row.metadata["option"], row.default
+        if title := row.metadata["group"]:
+            group = parser.add_argument_group(title)
+        if only and not {group.title.split()[0], name} & {*only}:
             continue
-        record = option_field.metadata["option"]
         if (variable := variables_of_options().get(name)) and (text := os.environ.get(variable)):
             default = record.parsed(text, variable)
         how = {"type": partial(_unless_empty, record.parse)} if name in BY_HOSTFILE else {}
@@ -217,8 +196,8 @@ def variables_of_options() -> dict[str, str]:
 
     A job's hosts and ranks, a switch, and an option that may be repeated, stand on the command line alone.
     """
-    names = [*LaunchOptions.__dataclass_fields__]
-    records = {row.name: row.metadata["option"] for row in fields(LaunchOptions) if row.metadata}
+    records = {name: row.metadata["option"] for name, row in options_of(LaunchOptions).items()}
+    names = [*records]
     taken = [name for name in names[names.index("bind") :] if records[name].value and not records[name].repeats]
     return {name: f"MPIDDP_{records[name].names[-1][2:].upper().replace('-', '_')}" for name in taken}
 
@@ -229,11 +208,10 @@ def option_parser() -> argparse.ArgumentParser:
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
         epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 interrupted.",
-        add_help=False,
+        record=LaunchOptions,
     )
     rows = Path(__file__).with_name("elsewhere.txt").read_text(encoding="utf-8").splitlines()[1:]
     parser.elsewhere = dict(row.split("  ", 1) for row in rows)
-    add_help(parser)
     add_options(parser)
     parser.add_argument("--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN)
     parser.add_argument("--nnodes", help=_HIDDEN)
@@ -242,24 +220,6 @@ def option_parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=_HIDDEN)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=_HIDDEN)
     return parser
-
-
-def add_help(parser: argparse.ArgumentParser) -> None:
-    """Add --help-all, which shows every option, and --help, which shows the common ones."""
-    parser.add_argument("-h", "--help", action=_Help, help="show the most used options")
-    parser.add_argument("--help-all", action="help", help="show every option")
-
-
-class _Help(argparse._HelpAction):
-    """Print the short help, and exit."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        rare = [row.name for row in fields(LaunchOptions) if not row.metadata.get("is_common")]
-        left_out = (*rare, "help", "help_all")
-        actions = [action for action in parser._actions if action.dest not in left_out]
-        parser._action_groups = []
-        parser.add_argument_group("options (--help-all shows every one)")._group_actions = actions
-        super().__call__(parser, *rest)
 
 
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
@@ -295,7 +255,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
 
 # A hostfile may choose these: networks, time limits, and hosts to leave out. It may also set variables of the
 # libraries that use the network. Some of these name a file to load or to write, and a value with "/" may.
-BY_HOSTFILE = tuple(each.name for each in fields(LaunchOptions) if each.metadata.get("by_hostfile"))
+BY_HOSTFILE = tuple(name for name, row in options_of(LaunchOptions).items() if row.metadata["by_hostfile"])
 _OF_A_NETWORK = re.compile(r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII)
 _OF_A_CLUSTER = (
     "a hostfile may only choose networks, time limits, hosts to leave out, and variables of NCCL, gloo and "
