@@ -13,7 +13,7 @@ Set everything up once (in .venv, without root), then train over a hostfile or r
                                         the first time, also install pytest and what else they need
   ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
   ./run.sh check                        run every check but the tests: format, lint, types, imports, pages
-  ./run.sh write                        write what programs write: formatted code, pages, charts, refusals
+  ./run.sh write                        write what programs write: formatted code, pages, charts, records of tests
   ./run.sh setup                        only set up (for the other hosts of a cluster)
 
   MPIDDP_PYTHON=/path/to/python         use this Python, with its torch and numpy as they are
@@ -278,6 +278,7 @@ case ${1:-} in
     install --quiet --group lint
     "$venv/bin/ruff" format .
     "$venv/bin/python" -m docs
+    "$venv/bin/python" -m tests.promises.test_variables # tests/data/command_lines.txt
     exec "$venv/bin/python" -m tests.refusals.test_refusals --update
     ;;
   test)

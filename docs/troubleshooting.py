@@ -5,14 +5,11 @@ python -m docs.troubleshooting     # writes troubleshooting.md
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from mpiddp.explain.failures import FAILURES, PROGRAMS
 
 PAGE = Path(__file__).with_suffix(".md")
-_TESTS = Path(__file__).parent.parent / "tests"
-_TEXTS = _TESTS / "data" / "failures"
 
 _HEAD = """\
 # Troubleshooting, by message
@@ -44,18 +41,6 @@ def text() -> str:
         for failure in sorted(ours, key=lambda each: each.id):
             parts.append(f"\n### {failure.id}\n\n    {failure.says[0]}\n\n{failure.cause}\n**Fix:** {failure.fix}")
     return "\n".join(parts) + "\n"
-
-
-def provoked() -> set[str]:
-    """The texts that a function of tests/support/provoke_failures.sh provokes."""
-    script = (_TESTS / "support" / "provoke_failures.sh").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z0-9]+-[a-z0-9.-]+)\(\) \{", script, re.MULTILINE))
-
-
-def sources() -> dict[str, tuple[str, str]]:
-    """The kind of the source of each other text, and where it is."""
-    rows = [line.split("\t") for line in (_TEXTS / "sources.tsv").read_text(encoding="utf-8").splitlines()[1:]]
-    return {name: (kind, where) for name, kind, where in rows}
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ class Checkpoints:
         self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Note how this rank ended, and give the folder up. A rank without a note has failed."""
+        """Record how this rank ended, and give the folder up. A rank without that has failed."""
         self._records.is_closed = True
         run = self._run
         if run is None or os.getpid() != self._pid:

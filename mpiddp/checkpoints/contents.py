@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints.folders import ABOUT, SHARDS, SUFFIX, TREE, About
+from mpiddp.checkpoints.folders import ABOUT, MAX_BYTES, SHARDS, SUFFIX, TREE, About
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.sharded_tensor import ShardedValue
 from mpiddp.checkpoints.state import Keys, key_of, mapped, shown_path
 from mpiddp.checkpoints.tensor_files import read_saved, read_tensors, reason_of, unpacked
 from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.files import read_limited
 
 _NUMPY_KIND = "MT19937"  # numpy's global generator, unless a script replaces it
 
@@ -30,7 +31,7 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0, held
     """
     folder = next(iter(files.values())).parent
     try:
-        about = About.read(files[ABOUT])
+        about = About.parse(read_limited(files[ABOUT], MAX_BYTES))
         saved = read_saved(files[TREE])
         tensors = [path for name, path in files.items() if name.endswith(SUFFIX)]
         state = read_boxes(saved["state"], tensors, held)

@@ -92,9 +92,9 @@ class About:
         (new / ABOUT).write_text(json.dumps(vars(self), indent=1), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> About:
-        """Raises OSError; ValueError, TypeError or RecursionError for contents of another program."""
-        table = json.loads(read_limited(path, MAX_BYTES))
+    def parse(cls, content: bytes) -> About:
+        """Those of about.json. Raises ValueError, TypeError or RecursionError for that of another program."""
+        table = json.loads(content)
         return cls(**{name: table[name] for name in cls.__match_args__ if name in table})
 
 

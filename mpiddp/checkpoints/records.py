@@ -20,10 +20,10 @@ from typing import Any
 from mpiddp.checkpoints.layout import RunDir
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
+from mpiddp.protocol.sinks import Sink, SinkRun, number_of, open_sinks
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.session import script_session
 from mpiddp.runtime.rank_log import log, log_to_console
-from mpiddp.runtime.sinks import Sink, SinkRun, number_of, open_sinks
 from mpiddp.world import World
 
 _SCALARS = (int, float, str, bool, type(None))
@@ -84,7 +84,7 @@ class RunRecords:
             _append(self.dir.attempts, {"at": time.time(), **facts})
 
     def began_at(self) -> float:
-        """When the run began, in seconds since 1970: the time of its first note."""
+        """When the run began, in seconds since 1970: the time of its first event."""
         with contextlib.suppress(OSError), self.dir.attempts.open("rb") as lines:
             return next((record["at"] for record in map(_record_in, lines) if "at" in record), time.time())
         return time.time()
@@ -136,7 +136,7 @@ def log_metrics(step: int, **values: Any) -> None:
 
     With `mpiddp.Checkpoints`, this appends a line to metrics.jsonl in its folder: `{"step": 7, "loss": 0.5}`.
     With `mpiddp launch --log-to tensorboard` or MPIDDP_LOG_TO=tensorboard in the environment, rank 0 writes
-    the numbers to TensorBoard too; wandb, mlflow and trackio are the other libraries.
+    the numbers to TensorBoard too; `mpiddp launch --help-all` names the other libraries.
 
     Call it on all ranks, or on rank 0: one rank of each file system writes. A record that cannot be written
     causes a warning.

@@ -204,7 +204,7 @@ class Save:
 
     def start(self) -> Future[tuple[bool, str]]:
         """Write it in a thread. The result: whether it is on the disk, and what has failed, if anything."""
-        # Each save has a thread of its own, because the priority of a thread is lowered for good.
+        # Each save has a thread of its own, because the nice value of a thread only grows.
         thread = ThreadPoolExecutor(1, "checkpoint", _renice_thread)
         result = thread.submit(self._run_in_thread)
         thread.shutdown(wait=False)
@@ -372,7 +372,7 @@ def _not_in_bucket(run: Run, reason: str) -> str:
 
 
 def _renice_thread() -> None:
-    """Let this thread give way to the training. On Linux, each thread has a priority of its own."""
+    """Let this thread give way to the training. On Linux, each thread has a nice value of its own."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):  # a sandbox may refuse it
         nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICER_BY

@@ -41,7 +41,7 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
     """
     problems: list[OSError] = []
 
-    def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+    def tried(work: Callable[..., Any], *arguments: Any) -> Any:
         """The result; None if the disk fails."""
         try:
             return work(*arguments)
@@ -52,13 +52,13 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
     # A rank receives its own file if another host shares the disk of the run with it, but not this file.
     for transfer in transfers:
         if transfer.source == rank and rank in transfer.receivers:
-            attempt(shutil.copyfile, transfer.path, into / transfer.path.name)
+            tried(shutil.copyfile, transfer.path, into / transfer.path.name)
     nothing = Path(os.devnull)  # takes the place of a file that cannot be opened
     # The number of each file is its tag.
     files: list[tuple[int, Transfer, Any]] = [
-        (tag, transfer, attempt(transfer.path.open, "rb") or nothing.open("rb"))
+        (tag, transfer, tried(transfer.path.open, "rb") or nothing.open("rb"))
         if transfer.source == rank
-        else (tag, transfer, attempt(HashedFile, into / transfer.path.name) or HashedFile(nothing))
+        else (tag, transfer, tried(HashedFile, into / transfer.path.name) or HashedFile(nothing))
         for tag, transfer in enumerate(transfers)
         if transfer.source == rank or rank in transfer.receivers
     ]
@@ -73,18 +73,18 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
                 works.append(group.recv([chunk], transfer.source, tag))
                 parts.append((file, data))
                 continue
-            attempt(file.readinto, data)
+            tried(file.readinto, data)
             works += [group.send([chunk], to, tag) for to in transfer.receivers if to != rank]
         for work in works:
             work.wait()
         for file, data in parts:
-            attempt(file.write, data)
+            tried(file.write, data)
     for _, transfer, file in files:
-        sha256 = attempt(file.close)
+        sha256 = tried(file.close)
         if transfer.source == rank:
             continue
         if sha256 == transfer.entry.sha256:
-            attempt(flush, into / transfer.path.name)
+            tried(flush, into / transfer.path.name)
         else:
             problem = f"{transfer.path.name} arrived damaged: its SHA-256 differs"
             problems.append(OSError(errno.EIO, problem))

@@ -71,8 +71,8 @@ def notes(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str
             yield f"{host}: GPU {number} is slowed down{heat}: {gpu.slowed}."
 
 
-def held(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iterator[str]:
-    """A sentence for each chosen GPU that processes of its host hold."""
+def in_use(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iterator[str]:
+    """A sentence for each chosen GPU that processes of its host use."""
     for number, gpu in _those(gpus, chosen):
         if holders := [_named(holder) for holder in _large(gpu)]:
             yield f"{host}: GPU {number} is in use: {listed(holders, most=4)}."

@@ -1,6 +1,6 @@
 """The orders of a launcher to the agents of its ranks: one record, in one variable that no script gets.
 
-A new option for agents is one more field here, which `mpiddp.launch.run.agents.orders_of` sets.
+An option of `mpiddp launch` reaches the agents if its field of `LaunchOptions` is also a field here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.protocol.terminal import Terminal
-from mpiddp.protocol.variables import FAILED_GRACE_S, LOST_AFTER_S
+from mpiddp.protocol.variables import LOST_AFTER_S
 
 _VERSION = 1  # grows when a field changes its meaning
 
@@ -27,7 +27,7 @@ class Orders(NamedTuple):
     log_ranks: str = ""  # the streams that the launcher shows
     terminal: Terminal = Terminal()
     holds: bool = False  # after a failure, wait for the launcher, which may begin the next attempt
-    failed_grace_s: float = FAILED_GRACE_S  # after a failure elsewhere, the script has this time after SIGTERM
+    failed_grace_s: float = 3.0  # after a failure elsewhere, the script has this time after SIGTERM
     umask: int | None = None  # of the launcher, because ssh carries none
     exported: Sequence[str] = ()  # the names of the variables that the user has given with -x
     variables: Mapping[str, str] = MappingProxyType({})  # more variables, of this attempt alone

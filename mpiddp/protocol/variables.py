@@ -14,13 +14,11 @@ PRIVATE, GPUS = "MPIDDP_PRIVATE", "MPIDDP_GPUS"
 ERROR_FILE, AGENT_STORE = "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
 MAX_RESTARTS, PREFIX = "MPIDDP_MAX_RESTARTS", "MPIDDP_PREFIX"
-LOG_DIR, LOG_RANKS, LOG_TO = "MPIDDP_LOG_DIR", "MPIDDP_LOG_RANKS", "MPIDDP_LOG_TO"
+LOG_DIR, LOG_TO = "MPIDDP_LOG_DIR", "MPIDDP_LOG_TO"
 OBSERVER, DRILL = "MPIDDP_OBSERVER", "MPIDDP_DRILL"
 NO_PATCHES, PROGRAM = "MPIDDP_NO_PATCHES", "MPIDDP_PROGRAM"
 
 JOIN_TIMEOUT_S = 60.0  # in which all ranks join, unless the user says otherwise
-# The time that a rank has after SIGTERM if another one has failed, unless the user says otherwise.
-FAILED_GRACE_S = 3.0
 SAVE_GRACE_S = 600.0  # for a rank to end while it saves
 LOST_AFTER_S = 45.0  # of silence, after which a host is lost, unless the user says otherwise
 # Under `mpiddp launch`, the kernel, ssh and the MPI wait so many times as long, because only the launcher

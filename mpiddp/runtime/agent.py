@@ -42,7 +42,7 @@ def run(rank: Rank) -> int:
         signal_at_parents_end(signal.SIGTERM)
     # A parent that ignores SIGCHLD passes that on. Then the kernel would reap the script before this process.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # By this name the launcher spares agents when it kills the rest of a job: they pass on the last output.
+    # By this name, the launcher leaves agents alone when it kills the rest of a job: they pass on the last output.
     name_process(AGENT_NAME)
     allow_open(_SOCKETS_PER_RANK * rank.world.world_size + OPEN_BESIDES)
     if rank.launcher is None:

@@ -39,7 +39,7 @@ _START = "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; from mpiddp.ru
 # The signals that a rank passes on to its script or its command.
 PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
-_LOW = 5  # the nice value of a process that nobody waits for
+_SPARE_NICE = 5  # the nice value of a hot spare, for which nobody waits
 _HELPERS_S = 0.5  # the processes of multiprocessing notice in this time that their parent has ended
 _CLEAN_UP = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -132,7 +132,7 @@ class Child:
         """Start the Python of the next attempt. It imports torch, after packages of the script."""
         self.start(variables)
         self.tell({"type": "ahead", **ahead})
-        self._nice = _LOW
+        self._nice = _SPARE_NICE
 
     def hurry(self) -> None:
         """The job waits for it from now on."""

@@ -23,8 +23,9 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
+from mpiddp.protocol import sinks
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_ID
-from mpiddp.runtime import patches, sinks
+from mpiddp.runtime import patches
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of

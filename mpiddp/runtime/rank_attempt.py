@@ -16,11 +16,10 @@ from typing import Any
 from mpiddp import errors
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, NoAnswer, UserError
 from mpiddp.hosts.processes import adopt_orphans
-from mpiddp.protocol import variables
+from mpiddp.protocol import sinks, variables
 from mpiddp.protocol.channel import TEXT_LIMIT, silence_s
 from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.variables import SAVE_GRACE_S
-from mpiddp.runtime import sinks
 from mpiddp.runtime.child import Child, caught_signals, reap
 from mpiddp.runtime.gpu import prepare
 from mpiddp.runtime.gpu_readings import reading_gpus

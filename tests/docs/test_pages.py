@@ -31,10 +31,12 @@ from mpiddp import cli
 from mpiddp.cli import VERBS
 from mpiddp.errors import UserError
 from mpiddp.hosts import gpu_health
+from mpiddp.hosts.allocations import SCHEDULERS, unlisted
 from mpiddp.launch.judge import hangs, pace, stragglers
 from mpiddp.launch.plan.options import LaunchOptions, option_parser, variables_of_options
 from mpiddp.launch.run import job
 from mpiddp.protocol import variables
+from mpiddp.protocol.sinks import SINKS
 from mpiddp.runtime.job import coordinator
 from mpiddp.runtime.rank_attempt import State
 from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
@@ -171,6 +173,18 @@ def test_every_chapter_of_the_promises_runs_on_a_pull_request():
     assert jobs["all"]["strategy"]["matrix"] == jobs["quick"]["strategy"]["matrix"]  # each Python
 
 
+ROWS = [  # of the program's tables, as the pages have them
+    *(("clusters", row.name) for row in SCHEDULERS if row.read is not unlisted),
+    *(("security", row.transport.name.split()[0]) for row in SCHEDULERS if not row.transport.is_ssh),
+    *(("your-own-script", f"| `{name}` |") for name in SINKS),
+]
+
+
+@pytest.mark.parametrize(("page", "name"), ROWS)
+def test_the_pages_name_each_row(page, name):
+    assert name in (ROOT / f"docs/{page}.md").read_text()
+
+
 TIMES = [  # of the program, in sentences of the pages
     ("hangs", "have waited in a collective for {:.0f} s", hangs.WAIT_S),
     ("hangs", "for {:.0f} min no rank makes a step", hangs.QUIET_S / 60),
@@ -178,7 +192,7 @@ TIMES = [  # of the program, in sentences of the pages
     ("hangs", "A rank is reported from {:.0f} %", 100 * stragglers._LEAST_SHARE),
     ("hangs", "It is {:.0f} min if mpiddp forms", COLLECTIVE_TIMEOUT_S / 60),
     ("hangs", "within `--timeout` ({:.0f} s)", variables.JOIN_TIMEOUT_S),
-    ("failures", "`--failed-grace` ({:.0f} s)", variables.FAILED_GRACE_S),
+    ("failures", "`--failed-grace` ({:.0f} s)", LaunchOptions.failed_grace_s),
     ("stop", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
     ("stop", "is saving has up to {:.0f} minutes", variables.SAVE_GRACE_S / 60),
     ("failures", "After {:.0f} s, their scripts get SIGTERM", coordinator.GRACE_S),

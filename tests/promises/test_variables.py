@@ -446,7 +446,7 @@ def dry_run(folder: Path, mpi: str, scenario: str) -> str:
     printed = io.StringIO()
     # In this process: a Python of its own for each would take half a minute.
     with patch.dict(os.environ, env, clear=True), redirect_stdout(printed):
-        assert main(["launch", "--dry-run", *mpirun, *shlex.split(line)]) == 0
+        assert main(["launch", "--quiet", "--dry-run", *mpirun, *shlex.split(line)]) == 0
     text = printed.getvalue().partition("\n\n")[0].replace(socket.gethostname(), "here")
     text = re.sub(r"\S*/(mpirun|srun) (--allow-run-as-root )?", r"/mpi/bin/\1 ", text)
     text = text.replace(str(folder), "/work").replace(sys.executable, "python")
@@ -472,7 +472,7 @@ def test_the_command_line_of_each_mpi(mpi, tmp_path, monkeypatch):
     """The command line for each MPI and scheduler is exactly the one on record."""
     on_record = {title: text for title, text in recorded().items() if title.endswith(f", {mpi}]")}
     now = command_lines(enter_folder(tmp_path, monkeypatch), mpi)
-    assert now == on_record, "run: python -m tests.promises.test_variables"
+    assert now == on_record, "run: ./run.sh write"
 
 
 if __name__ == "__main__":

@@ -2,27 +2,32 @@
 
 import atexit
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mpiddp import world
+from mpiddp.hosts.allocations import SCHEDULERS
+from mpiddp.world import RANK_SOURCES
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCH = (*world.TORCH, "MASTER_ADDR", "MASTER_PORT")
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
-LAUNCHERS = (
-    *("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_"),
-    *("JSM_", "FLUX_", "PALS_", "PBS_", "LSB_", "PE_HOSTFILE", "SGE_", "K_MPI_", "HYDRA_HOST_"),
-    *("I_MPI_HYDRA_HOST_", "SKYPILOT_", "AZ_BATCH_", "PET_", "AWS_BATCH_"),
+# The variables of a job that runs the tests. With PYTHONUNBUFFERED, a line and its newline are two writes, and
+# lines of two ranks mix.
+OF_A_JOB = {*TORCH, "PYTHONUNBUFFERED", *(name for row in (*RANK_SOURCES, *SCHEDULERS) for name in row.proof)}
+SET_BY_A_JOB = re.compile(
+    "|".join(
+        ["MPIDDP_", "TORCHELASTIC_", *(n for row in RANK_SOURCES for n in row.sets), *(row.sets for row in SCHEDULERS)]
+    )
 )
 CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
 # Most tests read the output of every rank. tests/promises/test_output.py tests the default.
 ALL_OUTPUT = {"MPIDDP_LOG_RANKS": "all", "MPIDDP_PREFIX": "never"}
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 _SESSIONS = Path(f"/tmp/mpiddp-tests-{os.getpid()}")
 atexit.register(shutil.rmtree, _SESSIONS, ignore_errors=True)
 
@@ -38,12 +43,8 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This environment without the variables of a launcher that runs the tests, plus `extra`.
 
     `mpiddp launch` shows the output of all ranks, as they wrote it.
-
-    PYTHONUNBUFFERED is left out too: with it, a line and its newline are two writes, and lines of two
-    ranks mix.
     """
-    left_out = (*TORCH, "PYTHONUNBUFFERED")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in left_out}
+    env = {k: v for k, v in os.environ.items() if k not in OF_A_JOB and not SET_BY_A_JOB.match(k)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **ALL_OUTPUT, **(extra or {})}
     return env
 

@@ -23,8 +23,9 @@ from mpiddp.hosts.where import named_hosts, refuse_both
 from mpiddp.launch import log
 from mpiddp.launch.plan import entrypoint
 from mpiddp.launch.plan.environment import parse_exports, read_env_file, without_values
-from mpiddp.protocol import variables
+from mpiddp.protocol import sinks, variables
 from mpiddp.protocol.channel import DEFAULT_RANKS
+from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.terminal import Terminal
 from mpiddp.text import MAX_DURATION_DAYS, shown
 
@@ -124,7 +125,7 @@ class LaunchOptions:
     grace_s: float = option("--grace", by_hostfile=True, value="TIME", parse=duration, default=30.0,
         help="time that the ranks have to stop before they are killed; one that is saving has up to 10 minutes "
         "(default: 30 s)")
-    failed_grace_s: float = option("--failed-grace", by_hostfile=True, value="TIME", parse=duration, default=variables.FAILED_GRACE_S,
+    failed_grace_s: float = option("--failed-grace", by_hostfile=True, value="TIME", parse=duration, default=Orders().failed_grace_s,
         help="time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 minutes "
         "(default: 3 s)")
     hang_timeout_s: float | None = option("--hang-timeout", by_hostfile=True, value="TIME", parse=duration,
@@ -137,8 +138,8 @@ class LaunchOptions:
         help="who reads this program's stdin; none leaves it to the shell, as in while read (default: rank0)")
     log_dir: str | None = common("--log-dir", value="DIR",
         help="write all output of each rank to files in DIR on its host")
-    log_to: tuple[str, ...] = option("--log-to", value="NAME[:WHERE]", repeats=True,
-        help="also write the numbers of mpiddp.log_metrics to tensorboard, wandb, mlflow or trackio (repeatable)")
+    log_to: tuple[str, ...] = option("--log-to", value="NAME[:WHERE]", parse=sinks.checked, repeats=True,
+        help=f"also write the numbers of mpiddp.log_metrics to one of: {', '.join(sinks.SINKS)} (repeatable)")
     report: str | None = option("--report", value="FILE", help="write how the job ended to FILE, as JSON")
     on_end: tuple[str, ...] | None = option("--on-end", value="COMMAND", parse=shell_command,
         help="run this command when the job has ended, with the path of its report")

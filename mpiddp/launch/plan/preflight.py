@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names, processes
 from mpiddp.hosts.complaints import Answer, ssh_line
-from mpiddp.hosts.gpu_faults import faults, held
+from mpiddp.hosts.gpu_faults import faults, in_use
 from mpiddp.hosts.gpu_faults import notes as notes_on
 from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus
 from mpiddp.hosts.hostfile import Host
@@ -115,7 +115,7 @@ def preflight(
     answers, began_at = dict[Host, Answer](), time.monotonic()
     waits_until, waiting, announced = began_at + waits.wait_s, [*hosts], list[str]()
     while True:
-        answers |= ask(hosts if waits.gpus else waiting, program)  # a GPU that was free may be held by now
+        answers |= ask(hosts if waits.gpus else waiting, program)  # a GPU that was free may be in use by now
         silent = [host for host, answer in answers.items() if answer.why and not answer.has_failed_there]
         # To wait for another host key would be in vain, because only people change it.
         missing = [host for host in silent if _NEW_KEY not in answers[host].stderr]
@@ -159,13 +159,13 @@ def preflight(
 def _busy(
     there: Mapping[Host, HostInfo], waits: Waits, ask: Callable[..., dict[Host, Answer]], logins: Logins
 ) -> dict[Host, str]:
-    """A sentence for each host whose GPUs are held. It claims those of the other hosts, if these are enough.
+    """A sentence for each host whose GPUs are in use. It claims those of the other hosts, if these are enough.
 
     A claim lasts as long as the host's login. A launch that gets too few ends its logins, and asks again.
     """
     present = {host: info.gpus or () for host, info in there.items()}
     chosen = {host: waits.gpus(host, gpus) for host, gpus in present.items()} if waits.gpus else {}
-    found = {host: [*held(host.name, present[host], chosen[host])] for host in chosen}
+    found = {host: [*in_use(host.name, present[host], chosen[host])] for host in chosen}
     busy = {host: "\n".join(sentences) for host, sentences in found.items() if sentences}
     free = [host for host in chosen if host not in busy]
     if free and len(free) >= waits.enough:

@@ -99,14 +99,13 @@ def orders_of(launcher: Launcher, plan: Plan, server: ControlServer) -> Orders:
     }
     umask = os.umask(0)
     os.umask(umask)
-    return Orders(
+    shared = {name: value for name, value in vars(options).items() if name in Orders._fields}
+    return Orders(**shared)._replace(
         address=server.address,
         key=server.key,
         lost_s=server.lost_s,
-        log_ranks=options.log_ranks,
         terminal=options.terminal._replace(has_prefix=has_prefix),
         holds=plan.holds,
-        failed_grace_s=options.failed_grace_s,
         umask=umask,
         exported=tuple(plan.request.environment.chosen),
         variables={name: value for name, value in of_attempt.items() if value},

@@ -66,7 +66,7 @@ class Watcher:
 
     def notice(self, **facts: Any) -> None:
         """Record for a reader what this watcher has seen."""
-        self.attempt.note("noticed", by=type(self).__name__, **facts)
+        self.attempt.add_act("noticed", by=type(self).__name__, **facts)
 
 
 class Attempt:
@@ -107,7 +107,7 @@ class Attempt:
                 self.wait()
                 are_held = len(self.record.latest["held"]) == self.record.world_size
                 if are_held and not self.output.open_ranks:
-                    self.note("over")
+                    self.add_act("over")
             if self.record.phase is Phase.HELD:
                 self.timers.timers.clear()
             else:
@@ -163,7 +163,7 @@ class Attempt:
 
     # --- events ---
 
-    def note(self, kind: str, at: float | None = None, **facts: object) -> None:
+    def add_act(self, kind: str, at: float | None = None, **facts: object) -> None:
         """Record an act of the launcher, at this time or now."""
         self._show(Event(kind, facts=facts, at=time.monotonic() if at is None else at))
 
@@ -220,7 +220,7 @@ class Attempt:
             self._asked = {*self.server.connected}
             self.timers.after(STACKS_S, self._interrupt)
             self.timers.after(STACKS_S + INTERRUPTED_S, self._close)
-            self.note("asked")
+            self.add_act("asked")
             self.server.ask(self._asked, "stacks")
 
     @property
@@ -250,7 +250,7 @@ class Attempt:
         if self.agents.launcher.signals.counts[number] == 1:
             self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
         elif not is_hung_up:
-            self.note("kill")
+            self.add_act("kill")
             self._note_end()
             self.mpirun.kill_all()
 
@@ -267,14 +267,14 @@ class Attempt:
         sent = number or self.agents.launcher.signals.of_ctrl_c
         reason = reason or why_stop
         hang = find_hang(record, self.output.copied_at)
-        self.note("stop", by=Stop.BY_USER.name, reason=reason, signal=sent, hang=hang.sentence if hang else "")
+        self.add_act("stop", by=Stop.BY_USER.name, reason=reason, signal=sent, hang=hang.sentence if hang else "")
         if record.phase >= Phase.ENDING:
             return
         if not self.server.connected:
             self.stop_mpirun()
             return
         self.server.ask(self.server.connected, "stop", signal=sent)
-        self.note("grace")
+        self.add_act("grace")
         what = f"have {self.plan.options.grace_s:g} s to end (--grace)"
         what = "are saving and stopping" if record.latest["supports_stop"] else what
         again = "" if number in (None, signal.SIGHUP) else "; the same signal again kills them at once"
@@ -289,7 +289,7 @@ class Attempt:
         if waits_for_word and is_whole and self.record.stop is Stop.NONE:
             # All agents end their scripts, and wait for the next attempt.
             self.stop_ranks(after_s=HOLD_S, has_failed=True)
-            self.note("hold")
+            self.add_act("hold")
             self.server.ask(self.server.connected, "hold", agents=True)
             return
         # Most MPIs end the other ranks, and so do the ranks themselves. Only this process notices a host that
@@ -308,7 +308,7 @@ class Attempt:
     def _note_end(self, why: str = "", overdue: str = "", *, has_failed: bool = False) -> None:
         """Record that the launcher ends the ranks. The first reason counts."""
         if self.record.phase < Phase.ENDING:
-            self.note("end", failed=has_failed, why=why, overdue=overdue)
+            self.add_act("end", failed=has_failed, why=why, overdue=overdue)
 
     def _tell_ranks(self) -> None:
         self.server.send_all("end", code=1)
@@ -368,7 +368,7 @@ class Attempt:
         """mpirun has ended. End the processes that it has left, and copy the last output."""
         starter, code, was_ended = self.mpirun.starter, self.mpirun.code, self.mpirun.was_ended
         facts = {"proves_signals": starter.proves_signals, "was_ended": was_ended}
-        self.note("mpirun", name=starter.program.name, code=code, **facts)
+        self.add_act("mpirun", name=starter.program.name, code=code, **facts)
         since = time.monotonic()
         self._tell_ranks()  # their last messages may be in transit
         while self.server.connected and time.monotonic() < since + SILENCE_S:
@@ -408,7 +408,7 @@ class Attempt:
                 output.log(missing, is_error=True)
                 break
             self.wait(time.monotonic() + 0.02)
-        self.note("over")
+        self.add_act("over")
         output.end_streams()
         while output.blocked_since is not None and has_time():
             self.wait(time.monotonic() + 0.05)

@@ -54,11 +54,11 @@ def open_closed_streams() -> None:
 
 @dataclass(eq=False, kw_only=True)
 class _Stream(Source):
-    """A stream of a rank, or of mpirun: MPIRUN, or MPIRUN_AT_END, whose text is held for the verdict."""
+    """A stream of a rank, or of mpirun: MPIRUN, or MPIRUN_AT_END, whose text is kept for the verdict."""
 
     file: socket.socket | IO[bytes]
     number: int
-    held: bytes = b""
+    kept: bytes = b""
 
 
 class JobOutput:
@@ -166,7 +166,7 @@ class JobOutput:
         self._screens[2].show_status(lines)
         self._wait_for_readers()
 
-    def hold_mpirun(self) -> None:
+    def keep_mpirun(self) -> None:
         """Keep mpirun's text for the verdict, because all ranks have joined, or the job ends."""
         for stream in self._of_mpirun:
             stream.rank = MPIRUN_AT_END
@@ -256,9 +256,9 @@ class JobOutput:
         if stream.number == 2:
             self._tails[rank] = (self._tails.get(rank, b"") + chunk)[-_TAIL:]
         if rank == MPIRUN_AT_END:
-            chunk, stream.held = stream.held + chunk, b""
+            chunk, stream.kept = stream.kept + chunk, b""
             if len(chunk) <= _MOST_HELD:
-                stream.held = chunk
+                stream.kept = chunk
                 return True
         self._screens[stream.number].show(stream, chunk)
         return True
@@ -295,8 +295,8 @@ class JobOutput:
             where = "They are in" if log_dir else "To keep them: --log-dir"
             self.log(f"{frames} lines of C++ were not shown. {where} {log_dir or 'DIR'}")
         for stream in () if is_said and not self._options.verbose else self._of_mpirun:
-            if stream.held.strip():
-                self._screens[stream.number].show(stream, stream.held)
+            if stream.kept.strip():
+                self._screens[stream.number].show(stream, stream.kept)
         for screen in set(self._screens.values()):
             screen.close()
         self._readable.close()

@@ -82,7 +82,7 @@ class Output(Watcher):
         elif event.kind == "terminal" and event.rank == 0:
             self.output.follow(Manners(event.facts["echo"], event.facts["lines"]))
         elif event.kind in ("joining", "grace", "end") and self.record.phase > Phase.STARTING:
-            self.output.hold_mpirun()
+            self.output.keep_mpirun()
 
     def look(self, now: float) -> None:
         complaints = self.launcher.logs.complaints if self.launcher.logs and self.record.runs else []
@@ -125,7 +125,7 @@ class LateStart(Watcher):
                 with suppress(KeyboardInterrupt), self.launcher.signals.interrupting():
                     lost = self._probe()  # a stop ends the logins, and the loop sees its signal as well
                 if lost:
-                    self.attempt.note("end", failed=False, why="\n".join(lost), overdue="")
+                    self.attempt.add_act("end", failed=False, why="\n".join(lost), overdue="")
 
     def _allow(self, seconds: float) -> None:
         self._is_late, self._limit_s, self._ends_at = False, seconds, time.monotonic() + seconds
@@ -319,7 +319,7 @@ class Growth(Watcher):
             self._sentences = _ask_in_thread(search, every_s, self.record, Phase.RUNNING)
         is_first = event.kind == "stopped" and self.record.phase is Phase.RUNNING
         if is_first and self.record.stop is Stop.TO_GROW:
-            self.attempt.note("grace")
+            self.attempt.add_act("grace")
 
     def look(self, now: float) -> None:
         """Stop all ranks after their present steps, if hosts can join and no step would be lost."""
@@ -339,7 +339,7 @@ class Growth(Watcher):
             return
         self.output.log(f"{sentence}: stopping to restart.")
         number = int(signal.SIGTERM)
-        self.attempt.note("stop", by=Stop.TO_GROW.name, reason=sentence, signal=number)
+        self.attempt.add_act("stop", by=Stop.TO_GROW.name, reason=sentence, signal=number)
         self.server.ask(self.server.connected, "stop", signal=number)
 
 

@@ -96,15 +96,15 @@ def reachable(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
     """The addresses that accept a TCP connection within `PROBE_TIMEOUT_S`. All are tried at once."""
     reached: list[str] = []
     deadline = time.monotonic() + PROBE_TIMEOUT_S
-    with ExitStack() as attempts, selectors.DefaultSelector() as selector:
+    with ExitStack() as opened, selectors.DefaultSelector() as selector:
         for address, port in zip(addresses, ports, strict=True):
             with suppress(OSError):  # a host without IPv6
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                attempt = attempts.enter_context(socket.socket(family))
-                attempt.setblocking(False)
+                client = opened.enter_context(socket.socket(family))
+                client.setblocking(False)
                 # Without a route, the selector would report the socket as connected.
-                if attempt.connect_ex((address, port)) in (0, errno.EINPROGRESS):
-                    selector.register(attempt, selectors.EVENT_WRITE, address)
+                if client.connect_ex((address, port)) in (0, errno.EINPROGRESS):
+                    selector.register(client, selectors.EVENT_WRITE, address)
         while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(remaining):
                 error = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # type: ignore[union-attr]

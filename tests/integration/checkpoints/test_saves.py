@@ -222,8 +222,6 @@ def test_records_need_a_run(tmp_path):
         mpiddp.log_metrics(1, loss=[2])
 
 
-def test_a_checkpoint_of_another_version_of_mpiddp_is_read(tmp_path):
+def test_a_checkpoint_of_another_version_of_mpiddp_is_read():
     """Its about.json may have further facts, or lack some."""
-    about = tmp_path / "about.json"
-    about.write_text('{"written_by": "mpiddp", "step": 3, "config": {}}')
-    assert About.read(about) == About(3, {})
+    assert About.parse(b'{"written_by": "mpiddp", "step": 3, "config": {}}') == About(3, {})

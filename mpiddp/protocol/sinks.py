@@ -12,18 +12,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import LOG_TO
-from mpiddp.runtime.rank_log import log
 from mpiddp.text import escaped, shown
 
 # Takes a step, and numbers by name, NaN and infinities among them.
@@ -107,26 +107,24 @@ def _trackio(where: str, run: SinkRun) -> Iterator[Write]:
 
 # The name of a sink is that of its library's module, and of its package for pip. The function gets the WHERE
 # of --log-to, or "", and opens the library in its context.
-SINKS: dict[str, Callable[[str, SinkRun], AbstractContextManager[Write]]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "trackio": _trackio,
-}
+SINKS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 
 
 def wanted(env: Mapping[str, str]) -> list[tuple[str, str]]:
     """The name and the WHERE of each sink in MPIDDP_LOG_TO, or UserError."""
     text = env.get(LOG_TO, "")
     try:
-        words = [word.partition(":") for word in shlex.split(text)]
+        words = [checked(word).partition(":") for word in shlex.split(text)]
     except ValueError as error:
         raise UserError(f"{LOG_TO}={shown(text)}: {str(error).lower()}.") from None
-    for name, _, _ in words:
-        if name not in SINKS:
-            names = ", ".join(SINKS)
-            raise UserError(f"--log-to {shown(name)}: expected NAME or NAME:WHERE, of {names}.")
     return [(name, where) for name, _, where in words]
+
+
+def checked(text: str) -> str:
+    """A value of --log-to as it is, or UserError."""
+    if (name := text.partition(":")[0]) not in SINKS:
+        raise UserError(f"--log-to {shown(name)}: expected NAME or NAME:WHERE, of {', '.join(SINKS)}.")
+    return text
 
 
 def require(env: Mapping[str, str]) -> None:
@@ -182,7 +180,7 @@ class Sink:
         except Exception as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             what = escaped(lines[0] if lines else type(error).__name__).rstrip(".")
-            log.warning(f"warning: --log-to {self._name}: {what}. The job goes on without it.")
+            logging.getLogger("mpiddp").warning(f"warning: --log-to {self._name}: {what}. The job goes on without it.")
             self._write = None
             self._open.pop_all()  # nothing of it is called again
 
