@@ -176,7 +176,7 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         *,
         per_rank: Mapping[str, Any] | None = None,
-        **objects: Any,
+        **objects: Any,  # an argument of a new name would be no entry of the state any more
     ) -> None:
         """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
 

@@ -124,7 +124,7 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
         resume = shlex.join([*report.command, *resume_args])
     if resume and outcome.code != FAILED:
         log.info(f"to resume: {resume}")
-        _say_left_out(export.partition("=")[0] for export in options.exports if "=" in export)
+        _say_left_out(text.partition("=")[0] for text in options.exports if "=" in text)
     report.end(outcome, resume)
     for number in repeated:
         signal.signal(number, signal.SIG_IGN)  # Python's end restores the default of the others

@@ -106,8 +106,8 @@ def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
 def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str | None]:
     """The settings of `-x VAR`, with its value in `env`, of `-x VAR=VALUE`, and None for `-x VAR-`."""
     settings = dict[str, str | None]()
-    for export in exports:
-        name, has_value, value = export.partition("=")
+    for text in exports:
+        name, has_value, value = text.partition("=")
         if not _NAME.fullmatch(name if has_value else name.removesuffix("-")):
             shown = f"{name}={LEFT_OUT}" if has_value else name
             raise UserError(f'-x {shown}: "{name}" is not a valid variable name.', fix="for example: -x DEBUG=1")
@@ -161,9 +161,9 @@ def _checked(where: str, name: str, value: str | None) -> str:
 def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str]:
     """Options that are safe to print: `VAR=…` for each -x VAR=VALUE of `exports`."""
     words = [*arguments]
-    for export in (export for export in exports if "=" in export):
-        safe = f"{export.partition('=')[0]}={LEFT_OUT}"
-        words = [word.removesuffix(export) + safe if word.endswith(export) else word for word in words]
+    for text in (text for text in exports if "=" in text):
+        safe = f"{text.partition('=')[0]}={LEFT_OUT}"
+        words = [word.removesuffix(text) + safe if word.endswith(text) else word for word in words]
     return words
 
 
