@@ -41,7 +41,7 @@ class Recipe:
     """All that decides the result, apart from the number of ranks. Each field is an option."""
 
     dataset: str = "cifar10"  # a row of DATASETS in data.py
-    image_size: int = 32  # pixels; only the images of a folder can have another size
+    image_size: int = 32  # pixels; that of the data set, if its row has one
     arch: str = "resnet18"  # a row of ARCHS in resnet.py
     stem: str = "cifar"  # its first layers
     batch_size: int = 256  # images of a rank and a backward pass
@@ -82,7 +82,9 @@ def recipe_for(dataset: str, device: torch.device, amp: str | None = None) -> Re
     """The recipe of a data set on this device, with mixed precision or "off"; None chooses by the device."""
     amp = amp or ("bf16" if fast_dtype(device) is torch.bfloat16 else "off")
     on_cpu = "cpu with bf16" if amp == "bf16" else "cpu"
-    return replace(RECIPES[f"{dataset}, {'gpu' if device.type == 'cuda' else on_cpu}"], amp=amp)
+    recipe = RECIPES[f"{dataset}, {'gpu' if device.type == 'cuda' else on_cpu}"]
+    image_size = datasets.DATASETS[dataset].image_size or recipe.image_size
+    return replace(recipe, image_size=image_size, amp=amp)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The options of `mpiddp train`, what follows from the machines, what a resume may change."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,6 +89,13 @@ def test_a_torch_without_onednn_has_no_fast_bf16(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", object(), raising=False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert fast_dtype.__wrapped__(torch.device("cpu")) is torch.float32
+
+
+def test_a_recipe_has_the_size_of_the_images(monkeypatch):
+    """The row of the data set says it, or else the recipe."""
+    monkeypatch.setitem(DATASETS, "cifar100", replace(DATASETS["cifar100"], image_size=64))
+    assert recipe_for("cifar100", torch.device("cpu")).image_size == 64
+    assert recipe_for("image-folder", torch.device("cpu")).image_size == 224
 
 
 def test_each_data_set_has_a_recipe_on_each_device():
