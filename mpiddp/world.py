@@ -36,12 +36,13 @@ class RankSource(NamedTuple):
     hides_gpus: bool = False  # each rank may see only its own GPU
     starts_any_program: bool = False  # its ranks need no MPI, if MASTER_ADDR and _PORT are set
     sets: tuple[str, ...] = ()  # the beginnings of the names of all that it sets for its ranks
+    of_a_rank: str = "$"  # a pattern of those that make a process one of its ranks, and are no user's settings
 
 
 def _mpi(name: str, prefix: str, *mpis: str) -> RankSource:
     """The row of an MPI whose variables have the usual names."""
     names = tuple(f"{prefix}_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    return RankSource(name, names, names, mpis)
+    return RankSource(name, names, names, mpis, of_a_rank=f"{prefix}_")
 
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -50,6 +51,8 @@ _HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _PMIX = RankSource("PMIx", ("PMIX_RANK", "PMIX_NAMESPACE"), ("PMIX_RANK",), sets=("PMIX_",))
 _MPICHS = ("MPICH", "Intel MPI")
 _SET_BY_OPEN_MPI = ("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_")
+_OF_OPEN_MPI = "OMPI_(?!MCA_|ALLOW_)|PMIX_(?!MCA_)|PRTE_(?!MCA_)"
+_OF_TORCHRUN = "TORCHELASTIC_|ROLE_NAME$|(GROUP|ROLE)_(RANK|WORLD_SIZE)$"
 # The last line is Intel's, and a setting of mpiddp itself. HYDRA_FULL_ERROR is of a library called Hydra.
 _SET_BY_HYDRA = (
     *("PMI_", "HYDI_", *_HYDRA, "I_MPI_", "MPIR_CVAR_"),
@@ -59,13 +62,13 @@ _SET_BY_HYDRA = (
 # The innermost source wins, so the order matters: `mpirun … torchrun` is torchrun's job, and the
 # mpirun that started this process takes precedence over a RANK left over in a shell profile.
 RANK_SOURCES = (
-    RankSource("torchrun", ("TORCHELASTIC_RUN_ID",), TORCH),
-    _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI")._replace(sets=_SET_BY_OPEN_MPI),
+    RankSource("torchrun", ("TORCHELASTIC_RUN_ID",), TORCH, of_a_rank=_OF_TORCHRUN),
+    _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI")._replace(sets=_SET_BY_OPEN_MPI, of_a_rank=_OF_OPEN_MPI),
     _mpi("mvapich2", "MV2_COMM_WORLD", "MVAPICH")._replace(sets=("MV2_COMM_WORLD_", "PMI_")),
-    RankSource("hydra", _HYDRA, (*_PMI, *_HYDRA), _MPICHS, sets=_SET_BY_HYDRA),
+    RankSource("hydra", _HYDRA, (*_PMI, *_HYDRA), _MPICHS, sets=_SET_BY_HYDRA, of_a_rank="PMI_|HYDI_"),
     # IBM Spectrum MPI is an Open MPI.
     _mpi("jsrun", "JSM_NAMESPACE", "Open MPI")._replace(
-        hides_gpus=True, starts_any_program=True, sets=("JSM_", *_SET_BY_OPEN_MPI)
+        hides_gpus=True, starts_any_program=True, sets=("JSM_", *_SET_BY_OPEN_MPI), of_a_rank="JSM_"
     ),
     # The shells of flux alloc and flux batch have FLUX_URI only, and a Flux that srun has started
     # hides Slurm's variables from them.
@@ -86,6 +89,7 @@ RANK_SOURCES = (
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
         hides_gpus=True,
         sets=("PMI_", "PMIX_"),
+        of_a_rank="SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_|GTIDS|SRUN_)",
     ),
     # Slurm's and Flux's plugins for Cray MPICH set the same variables, so both come first.
     RankSource(
@@ -95,6 +99,7 @@ RANK_SOURCES = (
         ("MPICH", "Cray MPICH", "Open MPI"),
         starts_any_program=True,
         sets=("PALS_", "PMI_"),
+        of_a_rank="PALS_",
     ),
     # A Hydra that sets no local variables. The sources before it set these two as well.
     RankSource("hydra", _PMI, _PMI, _MPICHS, sets=_SET_BY_HYDRA),
@@ -105,12 +110,7 @@ RANK_SOURCES = (
     _PMIX,
 )
 
-# Other variables that launchers set in their ranks. The exceptions, such as OMPI_MCA_, are users' settings.
-_OF_LAUNCHERS = re.compile(
-    r"TORCHELASTIC_|ROLE_NAME$|(GROUP|ROLE)_(RANK|WORLD_SIZE)$|PMI_|PMIX_(?!MCA_)|PRTE_(?!MCA_)"
-    r"|OMPI_(?!MCA_|ALLOW_)|MPI_LOCALN?RANK|MV2_COMM_WORLD_|HYDI_|JSM_|PALS_"
-    r"|SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_|GTIDS|SRUN_)"
-)
+_OF_A_RANK = re.compile("|".join(source.of_a_rank for source in RANK_SOURCES))
 ALONE = RankSource("none", (), ())
 
 
@@ -271,5 +271,5 @@ def leave_launchers(env: MutableMapping[str, str]) -> None:
     names -= {"SLURM_NTASKS"}  # it belongs to the whole Slurm job, too
     if "TORCHELASTIC_RUN_ID" in env:
         names |= {"MASTER_ADDR", "MASTER_PORT"}
-    for name in [name for name in env if name in names or _OF_LAUNCHERS.match(name)]:
+    for name in [name for name in env if name in names or _OF_A_RANK.match(name)]:
         del env[name]

@@ -20,11 +20,8 @@ LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 # The variables of a job that runs the tests. With PYTHONUNBUFFERED, a line and its newline are two writes, and
 # lines of two ranks mix.
 OF_A_JOB = {*TORCH, "PYTHONUNBUFFERED", *(name for row in (*RANK_SOURCES, *SCHEDULERS) for name in row.proof)}
-SET_BY_A_JOB = re.compile(
-    "|".join(
-        ["MPIDDP_", "TORCHELASTIC_", *(n for row in RANK_SOURCES for n in row.sets), *(row.sets for row in SCHEDULERS)]
-    )
-)
+_PATTERNS = [p for row in RANK_SOURCES for p in (*row.sets, row.of_a_rank)] + [row.sets for row in SCHEDULERS]
+SET_BY_A_JOB = re.compile("|".join(["MPIDDP_", *_PATTERNS]))
 CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
 # Most tests read the output of every rank. tests/promises/test_output.py tests the default.
 ALL_OUTPUT = {"MPIDDP_LOG_RANKS": "all", "MPIDDP_PREFIX": "never"}
