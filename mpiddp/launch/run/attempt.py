@@ -46,7 +46,8 @@ class Watcher:
     """Looks on while an attempt runs. It may ask ranks, print sentences, or stop the attempt.
 
     To end the job, it asks for stacks (`Attempt.ask_for_stacks`), then judges again, because a step may have come
-    meanwhile, and calls `Attempt.stop_ranks` with the reason: a failure, which --max-restarts counts.
+    meanwhile, and calls `Attempt.stop_ranks` with the reason: a failure, which --max-restarts counts. `mpiddp explain`
+    knows a reason that begins with "the job hung and was stopped:".
 
     `remark` is a sentence for the status and for viewers, as long as it is true.
     """
