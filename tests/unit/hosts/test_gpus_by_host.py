@@ -216,7 +216,8 @@ input()
 
 def test_two_users_that_claim_a_gpu():
     """One gets all that it claims, as long as it lives, and may claim them again; the other gets none."""
-    gpu, another, key = "0000:f1:00.0", "0000:f2:00.0", machine("net", "pid")
+    # Tests of another folder may run on this machine.
+    gpu, another, key = f"{os.getpid()}:f1:00.0", f"{os.getpid()}:f2:00.0", machine("net", "pid")
     with subprocess.Popen([sys.executable, "-c", CLAIMS, key, gpu], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout.readline() == "\n"
         assert claim({key: [another, gpu]}) == pwd.getpwuid(os.getuid() or 65534).pw_name
