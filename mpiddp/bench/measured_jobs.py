@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +27,7 @@ from mpiddp.arguments import OURS, OneSentenceParser, Option, as_arguments, dura
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by, print_error
 from mpiddp.hosts.facts import package_version
 from mpiddp.hosts.gpus import read_gpus
-from mpiddp.hosts.processes import signal_at_parents_end
+from mpiddp.hosts.processes import child_process
 from mpiddp.launch.plan.environment import without_values
 from mpiddp.launch.plan.job_plan import make_plan
 from mpiddp.launch.plan.options import LaunchOptions, add_options, parse_options
@@ -173,24 +172,12 @@ def started(argv: Sequence[str], stdout: int) -> Iterator[subprocess.Popen[str]]
     """Start a command, and stop it at the end, also on Ctrl-C. Raises BenchJobFailed if it failed before."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
-        subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            encoding="utf-8",
-            errors="replace",
-            # The child ends with this process, even if a Ctrl-C comes before its number is known.
-            preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
-        ) as child,
+        child_process(argv, stdout, stderr) as child,
     ):
-        try:
-            yield child
-            if child.poll() not in (None, DONE):
-                stderr.seek(0)
-                raise BenchJobFailed(child.returncode, stderr.read().strip())
-        finally:
-            child.terminate()
+        yield child
+        if child.poll() not in (None, DONE):
+            stderr.seek(0)
+            raise BenchJobFailed(child.returncode, stderr.read().strip())
 
 
 def emit(result: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import interfaces, program_files, reachability
 from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.processes import child_process
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.where import FILE, settle
 from mpiddp.launch.plan import job_plan, preflight
@@ -214,20 +215,15 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
     fix = shlex.join(["mpiddp", "launch", *job])
     with TemporaryDirectory(prefix="mpiddp-doctor-") as folder:
         report = Path(folder, "report.json")
-        try:
-            done = subprocess.run(
-                [sys.executable, *OURS, "launch", "--report", str(report), *job],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=_JOB_S,
-            )
-        except subprocess.TimeoutExpired:
-            return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
-        _, proof, printed = done.stdout.rpartition(trial_job.PROOF)
-        if done.returncode != DONE or not proof:
-            return Line("job", FAIL, f"exit code {done.returncode}: {why_failed(report, done.stderr)}", fix)
+        launch = [sys.executable, *OURS, "launch", "--grace", "1s", "--report", str(report), *job]
+        with child_process(launch, subprocess.PIPE, subprocess.PIPE) as launcher:
+            try:
+                stdout, stderr = launcher.communicate(timeout=_JOB_S)
+            except subprocess.TimeoutExpired:
+                return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
+        _, proof, printed = stdout.rpartition(trial_job.PROOF)
+        if launcher.returncode != DONE or not proof:
+            return Line("job", FAIL, f"exit code {launcher.returncode}: {why_failed(report, stderr)}", fix)
     ranks = json.loads(printed.splitlines()[0])
     if wrong := [rank["hostname"] for rank in ranks if rank["wrong"]]:
         return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix)

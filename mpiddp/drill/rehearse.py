@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from mpiddp.arguments import OURS, OUT
 from mpiddp.drill.faults import FIRED, PLAN, UNDISTURBED, Fault, FaultPlan, flip_newest_save
 from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
-from mpiddp.hosts.processes import descendants, end_all, marked, signal_all
+from mpiddp.hosts.processes import child_process, descendants, end_all, marked, signal_all
 from mpiddp.launch.run.outcome_file import why_failed
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
@@ -126,17 +125,13 @@ class Drill:
         errors, printed, report = (folder / f"{label}.{end}" for end in ("err", "out", "json"))
         size = ["-n", str(self.ranks - fewer)] if fewer else []
         job = [argument.replace(OUT, str(out)) for argument in self.job]
+        command = [sys.executable, *OURS, "launch", *self.options, *size, "--report", str(report), *job]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables}
         with (
             printed.open("w", encoding="utf-8") as stdout,
             errors.open("w", encoding="utf-8") as stderr,
-            subprocess.Popen(
-                [sys.executable, *OURS, "launch", *self.options, *size, "--report", str(report), *job],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,  # a Ctrl-C reaches the drill alone
-            ) as launcher,
+            # In its own session, because a Ctrl-C is for the drill alone.
+            child_process(command, stdout, stderr, env=env, start_new_session=True) as launcher,
         ):
             deadline = time.monotonic() + limit_s
             try:

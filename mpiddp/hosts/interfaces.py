@@ -68,15 +68,13 @@ def interfaces() -> list[Interface]:
     up = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            flags = _ioctl(probe, _SIOCGIFFLAGS, name)
-            if flags is None or ~struct.unpack_from("H", flags, 16)[0] & (_IFF_UP | _IFF_RUNNING):
-                continue
-            up.append(name)
-            address = _ioctl(probe, _SIOCGIFADDR, name)
-            netmask = _ioctl(probe, _SIOCGIFNETMASK, name)
-            if address is not None and netmask is not None:
-                ip, mask = (socket.inet_ntoa(answer[20:24]) for answer in (address, netmask))
-                parsed = ipaddress.ip_interface(f"{ip}/{mask}")
+            with suppress(OSError):  # no address of this family, or the interface has just been removed
+                flags = _ioctl(probe, _SIOCGIFFLAGS, name)
+                if ~struct.unpack_from("H", flags, 16)[0] & (_IFF_UP | _IFF_RUNNING):
+                    continue
+                up.append(name)
+                answers = [_ioctl(probe, request, name) for request in (_SIOCGIFADDR, _SIOCGIFNETMASK)]
+                parsed = ipaddress.ip_interface("/".join(socket.inet_ntoa(answer[20:24]) for answer in answers))
                 present.append(Interface(name, str(parsed.ip), str(parsed.network)))
     return present + [interface for interface in _ipv6_interfaces() if interface.name in up]
 
@@ -99,11 +97,8 @@ def own_addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
 
 
-def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
-    try:
-        return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
-    except OSError:  # no address of this family, or the interface has just been removed
-        return None
+def _ioctl(probe: socket.socket, request: int, name: str) -> bytes:
+    return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
 
 
 def _ipv6_interfaces() -> list[Interface]:

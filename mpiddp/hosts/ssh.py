@@ -279,7 +279,7 @@ class Login:
             # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
             command = ["ssh", "-F", config, "-T", "--", host.alias, _ANY_SHELL_LINE]
         else:
-            command = transport.command(host.name, _ANY_SHELL_LINE)
+            command = [*transport.agent, host.name, *transport.shell, _ANY_SHELL_LINE]
         if pause_s:
             command = ["sh", "-c", f'sleep {pause_s}; exec "$@"', "sh", *command]
         with theirs:

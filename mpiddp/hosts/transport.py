@@ -29,10 +29,6 @@ class Transport(NamedTuple):
     at_once: tuple[str, ...] = ()  # its options to pass on each byte at once, and not whole lines
     environment: Callable[[Mapping[str, str]], dict[str, str]] = dict  # of the program, by ours
 
-    def command(self, host: str, line: str) -> list[str]:
-        """The command that runs a command line on a host."""
-        return [*self.agent, host, *self.shell, line]
-
     def complaint(self, host: str, reason: str) -> str:
         """The sentence about a host that it does not reach."""
         failed = f"{self.name} {host} failed: {reason.rstrip('.')}."
