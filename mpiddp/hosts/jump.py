@@ -16,14 +16,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from subprocess import DEVNULL, PIPE
 from typing import NamedTuple
 
 from mpiddp.hosts.complaints import settings
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.private import own_folder
-from mpiddp.hosts.processes import signal_at_parents_end
+from mpiddp.hosts.processes import end_with_parent
 
 PAUSE_S = 0.5  # before a login that was dropped is tried again
 NOT_SHARED = "Stdio forwarding request failed"  # a shared connection tells no reason
@@ -116,13 +116,6 @@ def _is_open(check: Sequence[str]) -> bool:
 @contextmanager
 def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """A process of ssh, as long as the body lasts. It ends with this process."""
-
-    def prepare() -> None:
-        signal_at_parents_end(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, it would be ignored
-        # A batch system may send SIGTERM to every process of a job, whose ranks still save.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
     process = subprocess.Popen(
         command,
         stdin=DEVNULL,
@@ -131,7 +124,7 @@ def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=prepare,
+        preexec_fn=partial(end_with_parent, signal.SIGHUP),
     )
     try:
         yield process

@@ -45,6 +45,18 @@ def signal_at_parents_end(number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
+def end_with_parent(number: int) -> None:
+    """Prepare a process that was just forked: this signal ends it when its parent ends, also if that is killed.
+
+    With another signal than SIGTERM, it is shielded from SIGTERM: a service manager or a batch system may send
+    one to every process of a job while the ranks save.
+    """
+    signal_at_parents_end(number)
+    signal.signal(number, signal.SIG_DFL)  # under nohup, it would be ignored
+    if number != signal.SIGTERM:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
 @contextmanager
 def child_process(
     argv: Sequence[str], stdout: int | IO[str], stderr: int | IO[str], **more: Any
@@ -53,7 +65,7 @@ def child_process(
     from subprocess import DEVNULL, Popen  # takes 5 ms of each rank
 
     # It ends with this process even if a Ctrl-C comes before its number is known.
-    ends, how = partial(signal_at_parents_end, signal.SIGTERM), {"encoding": "utf-8", "errors": "replace", **more}
+    ends, how = partial(end_with_parent, signal.SIGTERM), {"encoding": "utf-8", "errors": "replace", **more}
     with Popen(argv, stdin=DEVNULL, stdout=stdout, stderr=stderr, preexec_fn=ends, **how) as process:
         try:
             yield process

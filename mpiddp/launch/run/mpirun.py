@@ -16,17 +16,13 @@ from pathlib import Path
 
 from mpiddp.errors import JobFailed, cause_of
 from mpiddp.hosts.facts import with_own_folder
-from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
+from mpiddp.hosts.processes import adopt_orphans, descendants, end_with_parent, signal_all
 from mpiddp.launch.plan.command import Command, Starter
 from mpiddp.protocol.channel import AGENT_NAME
 
 
 class MpirunProcess:
-    """One mpirun, and its processes on this host. `streams` are its stdout and stderr.
-
-    If the starter's stop signal is not SIGTERM, mpirun is shielded from SIGTERM: a service manager or a batch
-    system may send one to every process of a job while the ranks save.
-    """
+    """One mpirun, and its processes on this host. `streams` are its stdout and stderr."""
 
     def __init__(self, starter: Starter, command: Command, env: Mapping[str, str] = os.environ) -> None:
         self.starter = starter
@@ -34,14 +30,6 @@ class MpirunProcess:
         # This process may have replaced a shell by exec, whose children are not the job's.
         self._strangers = frozenset(descendants(os.getpid()))
         adopt_orphans()
-
-        def prepare_child() -> None:
-            # If this process is killed, the job must end with it.
-            signal_at_parents_end(starter.stop_signal)
-            signal.signal(starter.stop_signal, signal.SIG_DFL)  # which nohup ignores
-            if starter.stop_signal != signal.SIGTERM:
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
         for path, text in command.files.items():
             try:
                 Path(path).write_text(text, encoding="utf-8")
@@ -55,7 +43,7 @@ class MpirunProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=prepare_child,
+                preexec_fn=partial(end_with_parent, starter.stop_signal),
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
             raise cause_of(error)(f"cannot start {command.argv[0]}: {error.strerror}.") from None
