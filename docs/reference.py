@@ -18,8 +18,7 @@ from mpiddp import errors
 from mpiddp.doctor.compare import Line
 from mpiddp.drill.findings import Result
 from mpiddp.hosts import allocations, gpus
-from mpiddp.launch.judge.events import Announcement, Phase, Record
-from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.judge.events import Announcement, Outcome, Phase, Record
 from mpiddp.launch.plan import environment
 from mpiddp.launch.plan.options import option_parser, variables_of_options
 from mpiddp.launch.run import outcome_file, status

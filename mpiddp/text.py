@@ -8,6 +8,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+_K = TypeVar("_K")
 _V = TypeVar("_V", bound=Hashable)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _BILLION = 10**9  # no count of ranks, steps or images is larger
@@ -46,17 +47,17 @@ def all_of(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def names_by_value(values: Mapping[str, _V]) -> dict[_V, list[str]]:
+def keys_by_value(values: Mapping[_K, _V]) -> dict[_V, list[_K]]:
     """{"1": ["a", "b"], "2": ["c"]} for {"a": "1", "b": "1", "c": "2"}."""
-    names: dict[_V, list[str]] = {}
-    for name, value in values.items():
-        names.setdefault(value, []).append(name)
-    return names
+    keys: dict[_V, list[_K]] = {}
+    for key, value in values.items():
+        keys.setdefault(value, []).append(key)
+    return keys
 
 
 def differences(what: str, values: Mapping[str, object]) -> str:
     """ "torch is 2.12.1 on node2, 2.13.0 on the other 15 hosts"; "" if all are equal."""
-    groups = names_by_value({name: str(value) for name, value in values.items()})
+    groups = keys_by_value({name: str(value) for name, value in values.items()})
     most = max(map(len, groups.values()), default=0)
     if len(groups) < 2:
         return ""

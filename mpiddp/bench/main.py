@@ -33,5 +33,4 @@ def main(argv: list[str]) -> int:
     if name not in BENCHMARKS:
         names = ", ".join(BENCHMARKS)
         raise UserError(f'mpiddp bench: unknown benchmark "{name}". Expected one of: {names}.')
-    code: int = import_module(f"mpiddp.bench.{name}").main(rest)
-    return code
+    return int(import_module(f"mpiddp.bench.{name}").main(rest))

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from mpiddp.hosts.gpus import Gpu
-from mpiddp.text import all_of, differences, names_by_value, size_text
+from mpiddp.text import all_of, differences, keys_by_value, size_text
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 Finding = tuple[str, str, str]  # one of the four words, the fact, and its fix ("" for none)
@@ -62,7 +62,7 @@ def stacks(stacks: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         # A host whose package is missing or broken tells nothing of the package's library.
         values = {name: stack[part] for name, stack in stacks.items() if part in stack}
         broken = {name: value for name, value in values.items() if value.startswith("broken: ")}
-        for value, hosts in names_by_value(broken).items():
+        for value, hosts in keys_by_value(broken).items():
             fact = f"{part} does not load on {all_of(hosts)}: {value.removeprefix('broken: ')}"
             how = "again" if len(hosts) == len(stacks) else "there as on the other hosts"
             yield FAIL, fact, f"install {part} {how}"
@@ -122,7 +122,7 @@ def files(facts: Facts) -> Iterator[Finding]:
     hosts = dict(facts)
     for path in dict.fromkeys(path for host in facts.values() for path in host["files"]):
         hashes = {name: host["files"].get(path, "")[:12] for name, host in hosts.items()}
-        for others in sorted(names_by_value(hashes).values(), key=len)[:-1]:
+        for others in sorted(keys_by_value(hashes).values(), key=len)[:-1]:
             hosts = {name: host for name, host in hosts.items() if name not in others}
         if missing := [name for name, digest in hashes.items() if not digest]:
             yield FAIL, f"{path} is missing or unreadable on {all_of(missing)}", _PUSH

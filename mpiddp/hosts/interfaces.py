@@ -88,13 +88,11 @@ def machine(*namespaces: str) -> str:
         return ""
 
 
-def own_addresses() -> tuple[str, ...]:
-    """All IPv4 addresses of this host, including the second and later ones of an interface."""
-    try:
-        table = Path("/proc/net/fib_trie").read_text(encoding="utf-8")
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
+def own_addresses() -> list[str]:
+    """All IPv4 addresses of this host, including the second and later ones of an interface. Some stand twice."""
+    with suppress(OSError):
+        return re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text("utf-8"))
+    return []
 
 
 def _ioctl(probe: socket.socket, request: int, name: str) -> bytes:

@@ -38,7 +38,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.text import counted, escaped, names_by_value, shown, size_text, with_fix
+from mpiddp.text import counted, escaped, keys_by_value, shown, size_text, with_fix
 
 # Conda's base, and an interpreter of pyenv, have other environments and downloads in these folders.
 _OTHERS = ("envs", "pkgs")
@@ -146,7 +146,7 @@ def summary(sent: Mapping[Host, int], seconds: float) -> str:
         host.name: f"{size_text(count)} sent in {seconds:.1f} s" if count else "nothing has changed"
         for host, count in sent.items()
     }
-    lines = names_by_value(texts).items()
+    lines = keys_by_value(texts).items()
     return "\n".join(f"{compress_names(names)}: {text}" for text, names in lines)
 
 

@@ -24,7 +24,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.hosts.where import FILE
-from mpiddp.text import escaped, names_by_value
+from mpiddp.text import escaped, keys_by_value
 
 # It begins the agent's last line, on stderr. No command prints it by chance.
 _ENDED = f"mpiddp-hosts-run-{os.urandom(8).hex()} ended: "
@@ -93,7 +93,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         failed = {host.name: _failure(news[host], is_done=host in done) for host in ended}
         _show({host.name: answer.stdout for host, answer in news.items()}, sys.stdout)
         _show(errors, sys.stderr)
-        for text, names in names_by_value(failed).items():
+        for text, names in keys_by_value(failed).items():
             if text:
                 print_error(f"{compress_names(names)}: {text}")
         failures.update(failed)
@@ -105,7 +105,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 def _show(texts: Mapping[str, str], stream: TextIO) -> None:
     """Print the texts of hosts. Equal texts are printed once, for all their hosts."""
-    for text, names in names_by_value(texts).items():
+    for text, names in keys_by_value(texts).items():
         where = compress_names(names)
         for line in text.splitlines():
             print(f"{where}: {escaped(line)}", file=stream)

@@ -24,7 +24,7 @@ from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError, fault, without_prefix
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch import log
-from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.judge.events import Outcome
 from mpiddp.launch.plan.environment import LEFT_OUT, parse_exports, without_values
 from mpiddp.launch.plan.options import LaunchOptions, parse_options
 from mpiddp.launch.run.control import Exchange

@@ -16,7 +16,7 @@ from mpiddp import cli
 from mpiddp.cli import VERBS
 from mpiddp.explain.explain import explain, explain_file
 from mpiddp.explain.failures import FAILURES
-from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.judge.events import Outcome
 from mpiddp.launch.run.outcome_file import Report
 from mpiddp.text import with_fix
 from tests.support.ranks import ROOT

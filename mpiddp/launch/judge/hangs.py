@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mpiddp.launch.judge.calls import Wait, find_wait
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.stacks import frames_of, place_of, stacks_of_script
+from mpiddp.text import keys_by_value
 
 WAIT_S = 60.0  # in a collective, until the ranks that have not entered it are named
 QUIET_S = 300.0  # without a step, until the places of the ranks are printed
@@ -158,9 +159,7 @@ def _stacks_of(record: Record, ranks: Sequence[int]) -> str:
 
 def _groups(record: Record, ranks: Sequence[int]) -> list[tuple[tuple[str, str], list[int]]]:
     """The ranks with each pair of clauses about their place, the largest group first."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(_clauses(record, rank), []).append(rank)
+    groups = keys_by_value({rank: _clauses(record, rank) for rank in ranks})
     return sorted(groups.items(), key=lambda group: -len(group[1]))
 
 

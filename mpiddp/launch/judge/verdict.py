@@ -15,9 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, fault
-from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record, Stop, is_silent
+from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, MpirunEnd, Outcome, Record, Stop, is_silent
 from mpiddp.launch.judge.hangs import sentence_at_failure
-from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
 from mpiddp.protocol.server import Event
 from mpiddp.text import escaped, signal_name, size_text, with_fix
 
@@ -240,8 +239,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     sentence, newline, table = sentence.partition("\n")
     sentence = f"{before}{sentence}{others}{newline}{table}"
     outcome = Outcome(FAILED, sentence, is_complete=is_complete, host_at_fault=host_at_fault)
-    outcome = outcome._replace(names_event=bool(before) or is_silent(first))
-    return _naming(record, first, outcome)
+    return _naming(record, first, outcome._replace(names_event=bool(before) or is_silent(first)))
 
 
 def _naming(record: Record, first: Event, outcome: Outcome) -> Outcome:

@@ -18,8 +18,7 @@ from mpiddp.hosts import private
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.ssh import Logins
-from mpiddp.launch.judge.events import Record
-from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.judge.events import Outcome, Record
 from mpiddp.launch.plan.environment import Environment, of_mpirun, to_start
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import Console, ControlServer, Exchange, SignalQueue, listen

@@ -18,9 +18,8 @@ from typing import Any
 from mpiddp.errors import FAILED, fault
 from mpiddp.hosts.processes import end_all
 from mpiddp.launch import log
-from mpiddp.launch.judge.events import ENDS, KINDS, OF_RANKS, Phase, Record, Stop
+from mpiddp.launch.judge.events import ENDS, KINDS, OF_RANKS, Outcome, Phase, Record, Stop
 from mpiddp.launch.judge.hangs import find_hang
-from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.agents import STOP_AFTER, Agents, orders_of

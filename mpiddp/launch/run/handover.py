@@ -25,7 +25,7 @@ from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import ControlServer
 from mpiddp.protocol import channel
 from mpiddp.protocol.variables import JOB
-from mpiddp.text import listed, names_by_value, with_fix
+from mpiddp.text import keys_by_value, listed, with_fix
 
 TRAVELLING = (channel, interfaces, reachability, processes, private)
 _PORTS = range(33_000, 60_000)  # the kernel chooses the ports of the ranks in this range, too
@@ -78,7 +78,7 @@ def _cut_off(reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any
     here, sentences = socket.gethostname(), dict[str, str]()
     errors = {host.name: report["launcher"] for host, report in reports.items()}
     errors = {name: error for name, error in errors.items() if error}
-    for error, names in names_by_value(errors).items():
+    for error, names in keys_by_value(errors).items():
         fact = f"{listed(names)} → {here} ({address} tcp/{port}) fails: {error}"
         fix = f"allow TCP from there on {here}, or name another network: --interface NAME"
         sentence = with_fix(f"{fact}. ssh works, so a firewall or a route is in the way.", fix)

@@ -20,8 +20,7 @@ from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
-from mpiddp.launch.judge.events import Phase, Stop
-from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.judge.events import Outcome, Phase, Stop
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.run.agents import STOP_AFTER, Agents, Launcher, start

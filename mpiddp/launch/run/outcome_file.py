@@ -22,7 +22,7 @@ from typing import Any
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, cause_of
 from mpiddp.files import replace_file
 from mpiddp.launch import log
-from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.judge.events import Outcome
 from mpiddp.text import as_json, parts, shown
 
 _CAUSES = {DONE: "done", FAILED: "failed", BAD_INPUT: "bad_input", STOPPED: "stopped", INTERRUPTED: "interrupted"}

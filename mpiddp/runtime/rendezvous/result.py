@@ -15,7 +15,7 @@ from mpiddp.hosts.interfaces import Interface, interfaces, machine
 from mpiddp.protocol import variables
 from mpiddp.runtime.gpu import expected_hosts
 from mpiddp.runtime.rendezvous.sockets import resolve
-from mpiddp.text import align_columns
+from mpiddp.text import align_columns, keys_by_value
 from mpiddp.world import World
 
 LOOPBACK = "127.0.0.1"
@@ -94,10 +94,7 @@ def gathered(answers: Iterable[Sequence[Any]]) -> Infos:
 
 def ranks_by_host(infos: Infos) -> dict[tuple[str, str], list[int]]:
     """The ranks of each host. The hosts are in the order of their lowest ranks."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for info in infos:
-        ranks.setdefault(info.host, []).append(info.rank)
-    return ranks
+    return keys_by_value({info.rank: info.host for info in infos})
 
 
 def joined(world: World, infos: Infos, address: str, port: int) -> World:

@@ -12,8 +12,7 @@ import pytest
 
 from mpiddp.errors import FAILED, STOPPED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch.judge.events import Phase, Record, Stop
-from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.judge.events import Outcome, Phase, Record, Stop
 from mpiddp.launch.plan.command import Command
 from mpiddp.launch.plan.environment import Environment
 from mpiddp.launch.plan.options import LaunchOptions

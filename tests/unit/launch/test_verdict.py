@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record
-from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
+from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, MpirunEnd, Outcome, Record
 from mpiddp.launch.judge.verdict import verdict
 from mpiddp.protocol.server import Event
 from mpiddp.text import FIX
