@@ -225,25 +225,23 @@ class OomKills(NamedTuple):
     limit_bytes: int | None  # the group's limit of memory, None if it has none
 
 
-def group_of(
-    pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _CGROUPS, of: str = "memory"
-) -> Path | None:
-    """The folder of the control group in which the kernel limits a process's memory, or its "cpu"."""
-    with suppress(OSError, ValueError):
-        lines = os.fsdecode((proc / str(pid) / "cgroup").read_bytes()).splitlines()
+def group_of(of: str = "memory") -> Path | None:
+    """The folder of the control group in which the kernel limits this process's memory, or its "cpu"."""
+    with suppress(ValueError):
+        lines = os.fsdecode(fact_of("self", "cgroup")).splitlines()
         groups = {
             controller: path.lstrip("/")
             for _, controllers, path in (line.split(":", 2) for line in lines)
             for controller in controllers.split(",")
         }
         if of in groups:  # cgroup v1
-            return mount / of / groups[of]
+            return _CGROUPS / of / groups[of]
         if "" in groups:  # cgroup v2
-            return mount / groups[""]
+            return _CGROUPS / groups[""]
     return None
 
 
-def cores_of_group(folder: Path | None, mount: Path = _CGROUPS) -> float:
+def cores_of_group(folder: Path | None) -> float:
     """How many of this host's cores a control group, and those above it, may use at the same time."""
     cores = float(os.cpu_count() or 1)
     for group in (folder, *folder.parents) if folder is not None else ():
@@ -255,8 +253,6 @@ def cores_of_group(folder: Path | None, mount: Path = _CGROUPS) -> float:
                 quota = int((group / "cpu.cfs_quota_us").read_text(encoding="ascii"))
                 period = int((group / "cpu.cfs_period_us").read_text(encoding="ascii"))
             cores = min(cores, quota / period) if quota > 0 else cores
-        if group == mount:
-            break
     return max(1.0, cores)
 
 

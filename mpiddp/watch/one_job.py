@@ -13,7 +13,7 @@ from mpiddp.hosts.processes import catches, opened
 from mpiddp.protocol.channel import VIEW_STACKS
 from mpiddp.text import counted, escaped
 from mpiddp.watch.detached import DetachedJob, read_log
-from mpiddp.watch.running_jobs import HasEnded, find_detached, find_job, job_parser
+from mpiddp.watch.running_jobs import find_detached, find_job, job_parser
 
 _EVERY_S = 0.2  # `mpiddp logs -f` looks for more so often
 _OR_LATEST = "the only one that runs, or else the latest"
@@ -42,11 +42,7 @@ def stop(argv: list[str]) -> int:
     purpose = "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
     parser = job_parser("stop", purpose, default="none; the only one that runs is named")
     name = parser.parse_args(argv).job
-    try:
-        job = find_job(name)
-    except HasEnded as ended:
-        print(ended)
-        return DONE
+    job = find_job(name)
     if name is None:  # a stop ends hours of work, and the only job may be another terminal's
         raise UserError(f"mpiddp stop: job {job.title} runs.", fix=f"mpiddp stop {job.pid}")
     if not job.pid:

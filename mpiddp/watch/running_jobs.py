@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpiddp.arguments import OneSentenceParser, Option
-from mpiddp.errors import UserError
+from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.private import private_folders
 from mpiddp.hosts.processes import fact_of
 from mpiddp.protocol.channel import NAMED_AT, VIEW_JOB, VIEWED_AT, encode, viewed_folders
@@ -94,10 +95,6 @@ def running_jobs() -> list[RunningJob]:
     return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
 
 
-class HasEnded(UserError):
-    """The job has ended. The sentence says how, for one that was started with --detach."""
-
-
 # All verbs have the same rule: JOB is the pid or the name of a job. Without JOB, they take the only job that
 # runs, if this container shows its launcher. `logs` and `wait` take jobs of --detach alone, or else the
 # latest.
@@ -106,7 +103,8 @@ class HasEnded(UserError):
 def find_job(name: str | None) -> RunningJob:
     """The running job with this name or pid, or the only one.
 
-    Raises HasEnded for a job of --detach that has ended, and UserError if there is no such job, or several.
+    If it is a job of --detach that has ended, this process ends, too, and says how. Raises UserError if there is
+    no such job, or several.
     """
     jobs = running_jobs()
     if job := _meant(name, [job for job in jobs if name or job.pid]):
@@ -118,7 +116,8 @@ def find_job(name: str | None) -> RunningJob:
                 is_here = where == socket.gethostname()
                 state, fix = ("starts or ends now", "") if is_here else (f"runs on {where}", "log in there")
                 raise UserError(f"job {name} {state}.", fix=fix)
-            raise HasEnded(detached.ending)
+            print(detached.ending)
+            sys.exit(DONE)
     if not jobs:
         raise UserError("no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended.")
     titles = listed([job.title for job in jobs])

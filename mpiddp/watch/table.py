@@ -18,7 +18,7 @@ from mpiddp.errors import DONE, INTERRUPTED, UserError
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import align_columns, as_json, counted, duration, escaped, seconds, size_text
 from mpiddp.watch.detached import waiting_jobs
-from mpiddp.watch.running_jobs import Facts, HasEnded, RunningJob, find_job, hosts_of, job_parser, running_jobs
+from mpiddp.watch.running_jobs import Facts, RunningJob, find_job, hosts_of, job_parser, running_jobs
 
 _EVERY_S = 1.0
 _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
@@ -91,11 +91,7 @@ def top(argv: list[str]) -> int:
         Option("--once", help="print it once, as without a terminal"),
     )
     options = parser.parse_args(argv)
-    try:
-        job = find_job(options.job)
-    except HasEnded as ended:
-        print(ended)
-        return DONE
+    job = find_job(options.job)
     facts = job.ask(VIEW_JOB)
     is_drawn = not options.once and os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
     try:

@@ -28,7 +28,6 @@ def find_network(
     """
     names = {host.key: host.name for host in request.hosts.hosts}
     others = {key: name for key, name in names.items() if not is_this_host(name)}
-    here = [name for key, name in names.items() if key not in others]
     by_key = {host.key: info for host, info in infos.items() if host.key in names}
     logins = {key: by_key[key].address for key in others if key in by_key}
     by_family = [
@@ -58,7 +57,7 @@ def find_network(
             f"no address of this machine is known that {[*others.values()][-1]} can reach.",
             fix="--interface NAME, which is this machine's interface to it",
         )
-    addresses = {} if interface is None else dict.fromkeys(here, interface.address)
+    addresses = {name: interface.address for key, name in names.items() if interface and key not in others}
     for key, name in others.items():
         for there in by_key[key].interfaces if interface and key in by_key else ():
             is_of_family = (":" in there.address) == (":" in address)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.hosts import processes
 from mpiddp.hosts.processes import OomKills, cores_of_group, group_of, kill_marked, kills_in
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import run_command
@@ -98,12 +99,9 @@ NO_LIMIT_V1 = 0x7FFFFFFFFFFFF000
         ("", None),
     ],
 )
-def test_the_control_group_of_a_process(tmp_path, lines, folder):
-    (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "cgroup").write_text(lines)
-    found = group_of(7, tmp_path, Path("/mount"))
-    assert found == (None if folder is None else Path("/mount", folder))
-    assert group_of(8, tmp_path, Path("/mount")) is None
+def test_the_control_group_of_a_process(monkeypatch, lines, folder):
+    monkeypatch.setattr(processes, "fact_of", lambda pid, name: lines.encode() * ((pid, name) == ("self", "cgroup")))
+    assert group_of() == (None if folder is None else Path("/sys/fs/cgroup", folder))
 
 
 @pytest.mark.parametrize(
@@ -150,4 +148,4 @@ def test_the_quota_of_a_control_group_limits_its_cores(outer, inner, cores, tmp_
     for folder, files in ((own.parent, outer), (own, inner)):
         for name, text in files.items():
             (folder / name).write_text(f"{text}\n")
-    assert cores_of_group(own, tmp_path) == cores
+    assert cores_of_group(own) == cores
