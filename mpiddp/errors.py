@@ -13,6 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
@@ -116,8 +117,6 @@ def missing_package(error: BaseException, user: str) -> str:
 def import_package(package: str, user: str) -> ModuleType:
     """Import a package of an extra. Raises UserError if it is not installed."""
     try:
-        from importlib import import_module
-
         return import_module(package)
     except ModuleNotFoundError as error:
         if sentence := missing_package(error, user):

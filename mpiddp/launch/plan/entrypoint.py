@@ -69,12 +69,11 @@ def _is_named(flag: str, kind: str, name: str) -> bool:
     if not texts or flag in ("-h", "--help"):
         return True  # there is no source to read, or every script may have the option
     bare = re.escape(flag.lstrip("-").replace("_", "-"))
-    for text in (text.decode(errors="replace").replace("_", "-") for text in texts):
-        if re.search(rf"[\"']-*{bare}[\"'=]", text):
-            return True
-        if _TAKES_NAMES.search(text) and re.search(rf"(?<![\w-]){bare}(?![\w-])", text):
-            return True
-    return False
+    return any(
+        re.search(rf"[\"']-*{bare}[\"'=]", text)
+        or (_TAKES_NAMES.search(text) and re.search(rf"(?<![\w-]){bare}(?![\w-])", text))
+        for text in (text.decode(errors="replace").replace("_", "-") for text in texts)
+    )
 
 
 def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
