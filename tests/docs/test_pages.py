@@ -34,6 +34,7 @@ from mpiddp.hosts import gpu_health
 from mpiddp.hosts.allocations import SCHEDULERS, unlisted
 from mpiddp.launch.judge import hangs, pace, stragglers
 from mpiddp.launch.plan.options import LaunchOptions, option_parser, variables_of_options
+from mpiddp.launch.plan.starters import STARTERS
 from mpiddp.launch.run import job
 from mpiddp.protocol import variables
 from mpiddp.protocol.sinks import SINKS
@@ -176,6 +177,7 @@ def test_every_chapter_of_the_promises_runs_on_a_pull_request():
 ROWS = [  # of the program's tables, as the pages have them
     *(("clusters", row.name) for row in SCHEDULERS if row.read is not unlisted),
     *(("security", row.transport.name.split()[0]) for row in SCHEDULERS if not row.transport.is_ssh),
+    *(("clusters", row.name) for row in STARTERS if row.library),
     *(("your-own-script", f"| `{name}` |") for name in SINKS),
 ]
 
