@@ -81,10 +81,10 @@ def option(*names: str, default: Any = None, **more: Any) -> Any:
     and not only --help-all. `by_hostfile`: a hostfile may choose it.
     """
     metadata = {name: more.pop(name, "") for name in ("group", "is_common", "by_hostfile")}
-    record = Option(*names, **more)
-    if record.repeats or not record.value:
-        default = () if record.repeats else bool(default)
-    return field(default=default, metadata={"option": record, **metadata})
+    argument = Option(*names, **more)
+    if argument.repeats or not argument.value:
+        default = () if argument.repeats else bool(default)
+    return field(default=default, metadata={"option": argument, **metadata})
 
 
 common = partial(option, is_common=True)

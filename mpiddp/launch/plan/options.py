@@ -174,15 +174,15 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
     group: Any = None
     actions = []
     for name, row in options_of(LaunchOptions).items():
-        record, default = row.metadata["option"], row.default
+        argument, default = row.metadata["option"], row.default
         if title := row.metadata["group"]:
             group = parser.add_argument_group(title)
         if only and not {group.title.split()[0], name} & {*only}:
             continue
         if (variable := variables_of_options().get(name)) and (text := os.environ.get(variable)):
-            default = record.parsed(text, variable)
-        how = {"type": partial(_unless_empty, record.parse)} if name in BY_HOSTFILE else {}
-        actions.append(record.add_to(group, dest=name, default=default, **how))
+            default = argument.parsed(text, variable)
+        how = {"type": partial(_unless_empty, argument.parse)} if name in BY_HOSTFILE else {}
+        actions.append(argument.add_to(group, dest=name, default=default, **how))
     return actions
 
 
@@ -197,10 +197,10 @@ def variables_of_options() -> dict[str, str]:
 
     A job's hosts and ranks, a switch, and an option that may be repeated, stand on the command line alone.
     """
-    records = {name: row.metadata["option"] for name, row in options_of(LaunchOptions).items()}
-    names = [*records]
-    taken = [name for name in names[names.index("bind") :] if records[name].value and not records[name].repeats]
-    return {name: f"MPIDDP_{records[name].names[-1][2:].upper().replace('-', '_')}" for name in taken}
+    arguments = {name: row.metadata["option"] for name, row in options_of(LaunchOptions).items()}
+    names = [*arguments]
+    taken = [name for name in names[names.index("bind") :] if arguments[name].value and not arguments[name].repeats]
+    return {name: f"MPIDDP_{arguments[name].names[-1][2:].upper().replace('-', '_')}" for name in taken}
 
 
 def option_parser() -> argparse.ArgumentParser:
