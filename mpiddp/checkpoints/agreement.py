@@ -24,7 +24,7 @@ from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, mesh_of, shown_path
 from mpiddp.errors import UserError
 from mpiddp.runtime.rank_log import log
-from mpiddp.runtime.torch.divergence import digest
+from mpiddp.runtime.torch.divergence import digests_of
 from mpiddp.text import counted, listed
 
 _SMALL = 1 << 16  # a tensor of so many integers, or fewer, is compared in each save
@@ -183,18 +183,9 @@ def _shared_parts(run: Run, flat: FlatState) -> dict[str, Tensor]:
     return parts
 
 
-def _hashes_of(parts: Mapping[str, Tensor]) -> dict[str, int]:
-    """A hash of each tensor. This waits once for each GPU, and not once for each tensor."""
-    hashes: dict[str, int] = {}
-    for device in {part.device for part in parts.values()}:
-        by_name = {name: digest(part) for name, part in parts.items() if part.device == device}
-        hashes |= dict(zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True))
-    return hashes
-
-
 def digest_of_values(run: Run, flat: FlatState) -> str:
     """A hash of the bits of all tensors that other ranks may have."""
-    hashes = _hashes_of(_shared_parts(run, flat))
+    hashes = digests_of(_shared_parts(run, flat))
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
 
 
@@ -209,7 +200,7 @@ def compare_values(run: Run, flat: FlatState) -> None:
     parts = _shared_parts(run, flat)
     exact = {n for n, part in parts.items() if not (part.is_floating_point() or part.is_complex())}
     by_rank: list[Any] = [None] * run.world_size
-    told = _hashes_of(parts), exact
+    told = digests_of(parts), exact
     dist.gather_object(told, by_rank if run.rank == 0 else None, 0, group=run.group)
     sent: list[Any] = [_odd_ones(by_rank, run.num_saves) if run.rank == 0 else None]
     dist.broadcast_object_list(sent, 0, group=run.group)

@@ -29,7 +29,7 @@ from mpiddp.checkpoints import state
 from mpiddp.checkpoints.agreement import Union
 from mpiddp.checkpoints.folders import SHARDS, SUFFIX, shard_of, stem_of
 from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, key_of, name_of, shown_path
-from mpiddp.checkpoints.tensor_files import CODES, header_of, row_of, write_tensors
+from mpiddp.checkpoints.tensor_files import CODES, header_of, write_tensors
 
 _SMALL = 1 << 14  # tensors of so many elements, or fewer, are copied together into one block
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
@@ -136,7 +136,7 @@ class Copies:
         return [box, *self.tied.get(box.path, ())]
 
     def _header_of(self, file: str) -> bytes:
-        rows, end = list[str](), 0
+        rows, end = dict[str, Any](), 0
         notes: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}}
         for values, boxes in self.blocks[file]:
             code, most, width = CODES.get(values.dtype), values.numel(), values.element_size()
@@ -145,14 +145,15 @@ class Copies:
                 end = start + min(size, most) * width
                 part = box.shape if size <= most else values.shape  # of an expanded tensor
                 name = _name_of(box)
-                rows.append(row_of(name, code or "U8", part if code else [end - start], start, end))
+                shape = list(part) if code else [end - start]
+                rows[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [start, end]}
                 for tied in self.tied_to(box):
                     alias = _name_of(tied)
                     if tied is not box:
                         notes["tied"][alias] = name
                     if tied.place or code is None or part is not box.shape:
-                        shape, offsets, placements = tied.place or (tied.shape, None, ())
-                        place = [list(shape), offsets, list(part), list(placements)]
+                        whole, offsets, placements = tied.place or (tied.shape, None, ())
+                        place = [list(whole), offsets, list(part), list(placements)]
                         notes["boxes"][alias] = place
         return header_of(rows, notes)
 

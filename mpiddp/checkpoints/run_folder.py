@@ -177,7 +177,7 @@ class Run:
         by_rank = self.gather({name: str(value) for name, value in arguments.items()})
         for name in dict.fromkeys(name for arguments in by_rank for name in arguments):
             values = [arguments.get(name, "nothing") for arguments in by_rank]
-            if different := self.different(values):
+            if different := self.coordinator.different(values):
                 raise UserError(
                     f"mpiddp.Checkpoints: {name} differs: {different}.",
                     fix="broadcast it from rank 0, or take MPIDDP_RUN_ID, which is the same on all ranks, in restarts too",
@@ -203,13 +203,6 @@ class Run:
                 f"wrote to {from_here(announced)}.",
                 fix="name one folder for all restarts, for example by MPIDDP_RUN_ID",
             )
-
-    def different(self, values: Sequence[str]) -> str:
-        """The values of the ranks, each with the first rank that has it; "" if all are equal."""
-        distinct = list(dict.fromkeys(values))
-        names = [self.coordinator.name(values.index(value)) for value in distinct]
-        pairs = zip(distinct, names, strict=True)
-        return ", ".join(f"{value} on {name}" for value, name in pairs) if names[1:] else ""
 
     @property
     def writers(self) -> list[int]:

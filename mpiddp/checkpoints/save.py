@@ -124,7 +124,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     rows: list[Any] = run.gather([*word])
     words = [Word(*row) for row in rows]
     calls = ["close()" if word.step is None else f"save({word.step}, …)" for word in words]
-    if different := run.different(calls):
+    if different := run.coordinator.different(calls):
         raise UserError(f"the ranks save different steps: {different}.", fix="save one step on all ranks")
     problems = [word.problem for word in words]
     if any(problems) and (run.options.on_save_error == "stop" or step is None):

@@ -14,7 +14,6 @@ import struct
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +56,10 @@ class HashedFile:
         return self._digest.hexdigest()
 
 
-def row_of(name: str, code: str, shape: Iterable[int], start: int, end: int) -> str:
-    """The row of a tensor in the header. Its bytes begin at `start` among those of all tensors."""
-    about = f'{{"dtype":"{code}","shape":{list(shape)},"data_offsets":[{start},{end}]}}'
-    return f"{encode_basestring_ascii(name)}:{about}"
-
-
-def header_of(rows: Iterable[str], notes: Mapping[str, Any]) -> bytes:
-    """The beginning of a file: its length, these rows, and the notes as JSON."""
+def header_of(rows: Mapping[str, Any], notes: Mapping[str, Any]) -> bytes:
+    """The beginning of a file: its length, a row for each tensor by its name, and the notes as JSON."""
     metadata = {"format": "pt", "mpiddp": json.dumps(notes)}
-    text = ",".join((f'{{"__metadata__":{json.dumps(metadata)}', *rows)).encode() + b"}"
+    text = json.dumps({"__metadata__": metadata, **rows}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -21,8 +21,7 @@ from mpiddp.protocol.channel import TEXT_LIMIT, silence_s
 from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime.child import Child, caught_signals, reap
-from mpiddp.runtime.gpu import prepare
-from mpiddp.runtime.gpu_readings import reading_gpus
+from mpiddp.runtime.gpu import prepare, reading_gpus
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import CLAIM, GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of

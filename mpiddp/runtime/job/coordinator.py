@@ -209,6 +209,11 @@ class Coordinator:
         first_rank = {problem: problems.index(problem) for problem in problems if problem}
         return [f"{self.name(rank)}: {problem}" for problem, rank in first_rank.items()]
 
+    def different(self, values: Sequence[str]) -> str:
+        """The values of the ranks, each with the first rank that has it; "" if all are equal."""
+        names = {value: self.name(values.index(value)) for value in dict.fromkeys(values)}
+        return ", ".join(f"{value} on {name}" for value, name in names.items()) if len(names) > 1 else ""
+
     def claim_first_failure(self, like: str = "") -> tuple[bool, str]:
         """Whether this rank is the first to fail, and the `like` of the rank that was (`Session.claim`).
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.reports import together
-from mpiddp.runtime.torch.divergence import digest
+from mpiddp.runtime.torch.divergence import digest, of_all_ranks
 from mpiddp.world import World
 
 Training = tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]
@@ -49,10 +49,7 @@ def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
     other = list(_digests(begin, steps))
     differing = {place: a or b for place, (a, b) in enumerate(zip_longest(one, other)) if a != b}  # one may end early
     first = min(differing, default=len(one))
-    firsts, rank = [first], 0
-    if dist.is_initialized():
-        firsts, rank = [0] * dist.get_world_size(), dist.get_rank()
-        dist.all_gather_object(firsts, first)
+    firsts, rank = (of_all_ranks(first), dist.get_rank()) if dist.is_initialized() else ([first], 0)
     tensors = sum(step == 1 for step, _, _ in one)
     world = World.from_env()
     with together():

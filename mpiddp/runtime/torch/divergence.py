@@ -74,20 +74,28 @@ def check_divergence(
             "mpiddp.check_divergence: each rank has its own shard of every tensor, so there is nothing to compare.",
             fix="group=GROUP of the ranks that hold the same shards, or leave the call out",
         )
+    digest_by_name = digests_of(tensors)
     device = next(iter(tensors.values())).device
-    numbers = torch.stack([digest(tensor).to(device) for tensor in tensors.values()]).tolist()
-    digest_by_name = dict(zip(tensors, numbers, strict=True))
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)  # all_gather_object copies to the current one
     of_all_tensors = sha256(repr(sorted(digest_by_name.items())).encode()).digest()
-    if len(set(_of_all_ranks(of_all_tensors, group))) == 1:
+    if len(set(of_all_ranks(of_all_tensors, group))) == 1:
         return
     name = f"rank {dist.get_rank()} on {socket.gethostname()}"
-    names, digests = zip(*_of_all_ranks((name, digest_by_name), group), strict=True)
+    names, digests = zip(*of_all_ranks((name, digest_by_name), group), strict=True)
     current().progress.wait_for_saves()
-    _of_all_ranks(None, group)  # the first rank to exit ends the others
+    of_all_ranks(None, group)  # the first rank to exit ends the others
     at = "" if step is None else f"step {step}: "
     raise JobFailed(f"{at}the ranks have diverged: {differing_ranks(names, digests)}.")
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The digest of each tensor. This waits once for each GPU, and not once for each tensor."""
+    digests: dict[str, int] = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        by_name = {name: digest(tensor) for name, tensor in tensors.items() if tensor.device == device}
+        digests |= dict(zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True))
+    return {name: digests[name] for name in tensors}
 
 
 @torch.no_grad()
@@ -167,7 +175,8 @@ def _compared_tensors(
     }
 
 
-def _of_all_ranks(value: object, group: dist.ProcessGroup | None) -> list[Any]:
+def of_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks of the group. A collective: each of them must call it."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

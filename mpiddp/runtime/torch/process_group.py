@@ -57,10 +57,10 @@ def process_group(
             device = device_of(world, backend)
         with coordinator.all_or_none():
             backends = coordinator.all_gather_json(backend, timeout_s=AGREE_TIMEOUT_S)
-            ranks = {name: coordinator.name(backends.index(name)) for name in backends}
-            if len(ranks) > 1:
-                shown = ", ".join(f"{name} ({rank})" for name, rank in ranks.items())
-                raise UserError(f"the backend differs: {shown}.", fix="set it on all ranks: --backend gloo (or nccl)")
+            if different := coordinator.different(backends):
+                raise UserError(
+                    f"the backend differs: {different}.", fix="set it on all ranks: --backend gloo (or nccl)"
+                )
         is_gloo = backend == "gloo"
         if not is_gloo:  # before NCCL starts, or every rank opens a context on GPU 0
             torch.accelerator.set_device_index(device)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mpiddp.runtime.torch.mesh_sizes import check_sizes, resolve
+from mpiddp.runtime.torch.device_mesh import check_sizes, resolve
 from tests.support.errors import error, refusal
 
 HOSTS = [f"h{number}" for number in range(64) for _ in range(8)]
