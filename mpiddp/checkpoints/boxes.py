@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
 from mpiddp.checkpoints import state
 from mpiddp.checkpoints.agreement import Union
@@ -31,9 +30,6 @@ from mpiddp.checkpoints.folders import SHARDS, SUFFIX, shard_of, stem_of
 from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, key_of, name_of, shown_path
 from mpiddp.checkpoints.tensor_files import CODES, header_of, write_tensors
 
-_SMALL = 1 << 14  # tensors of so many elements, or fewer, are copied together into one block
-_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
-_JOINED = {getattr(torch, name) for name in _NAMES.split()}  # torch joins tensors of these types
 _PART = 1 << 15  # torch examines so few elements in one thread, which leaves cores to the training
 
 Place = tuple[Sequence[int], Sequence[int], Sequence[int | str | None]]
@@ -54,53 +50,37 @@ class Box(NamedTuple):
     place: Place | None = None
 
 
-class Block(NamedTuple):
-    """The values of some boxes of a file, one after another, in memory of the CPU."""
-
-    values: Tensor
-    boxes: Sequence[Box]
-
-
 @dataclass
 class Copies:
     """The boxes that a rank saves, copied to the memory of the host.
 
     Attributes:
-        blocks: of each file, by its name.
-        tied: by the path of a box in a block, the other boxes that have its values.
+        files: by name, the boxes of a file, and their values in memory of the CPU.
+        tied: by the path of a box of a file, the other boxes that have its values.
     """
 
-    blocks: dict[str, list[Block]] = field(default_factory=lambda: defaultdict(list))
+    files: dict[str, list[tuple[Box, Tensor]]] = field(default_factory=lambda: defaultdict(list))
     tied: dict[Keys, list[Box]] = field(default_factory=lambda: defaultdict(list))
     _events: list[torch.Event] = field(default_factory=list)
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Box, Tensor]]) -> Copies:
-        """Copy the tensors of the boxes, each into a block of its own, or small ones of a file together.
+        """Copy the tensors of the boxes. Tied ones have one copy, an expanded one has a copy of what it repeats.
 
-        Tied tensors have one copy, an expanded one has a copy of what it repeats. With a GPU, torch pins the
-        memory of the copies and keeps it for the next ones. The copies run on the current stream: later steps
-        change the originals only afterwards, and only the reader of the copies waits.
+        With a GPU, torch pins the memory of the copies and keeps it for the next ones. The copies run on the
+        current stream: later steps change the originals only afterwards, and only the reader of the copies
+        waits.
         """
         copies = cls()
-        groups: dict[Any, list[tuple[Box, Tensor]]] = defaultdict(list)  # those that share a block
         first: dict[Any, tuple[Box, Tensor]] = {}  # by file and address
-        for box, value in pairs:
-            before, same = first.setdefault((box.file, value.data_ptr()), (box, value))
-            if before is not box and _kind_of(value) == _kind_of(same):
-                copies.tied[before.path].append(box)
-                continue
-            is_small = 0 < value.numel() <= _SMALL and value.dtype in _JOINED
-            alone = () if is_small and value.is_contiguous() else box.path
-            groups[box.file, value.device, value.dtype, alone].append((box, value))
         with torch.inference_mode(False), torch.no_grad():
-            # The widest elements come first in a file, so that all are aligned.
-            for group in sorted(groups.values(), key=lambda group: -_width(group[0])):
-                boxes, tensors = zip(*group, strict=True)
-                is_alone = len(group) == 1
-                block = _unexpanded(tensors[0].detach()) if is_alone else flattened(tensors)
-                values = block.to("cpu", non_blocking=True, copy=is_alone)
-                copies.blocks[boxes[0].file].append(Block(values, boxes))
+            for box, value in widest_first(pairs):
+                before, same = first.setdefault((box.file, value.data_ptr()), (box, value))
+                if before is not box and _kind_of(value) == _kind_of(same):
+                    copies.tied[before.path].append(box)
+                else:
+                    copy = _unexpanded(value.detach()).to("cpu", non_blocking=True, copy=True)
+                    copies.files[box.file].append((box, copy))
         for device in {tensor.device for _, tensor in pairs if tensor.device.type != "cpu"}:
             copies._events.append(torch.Event(device))
             copies._events[-1].record(torch.accelerator.current_stream(device))
@@ -108,12 +88,12 @@ class Copies:
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write the files into the folder. Returns the SHA-256 of each by name. Raises OSError."""
-        headers = {file: self._header_of(file) for file in self.blocks}
+        headers = {file: self._header_of(rows) for file, rows in self.files.items()}
         for event in self._events:
             event.synchronize()
         return {
-            file: write_tensors(folder / file, headers[file], [block.values for block in blocks])
-            for file, blocks in self.blocks.items()
+            file: write_tensors(folder / file, headers[file], [values for _, values in rows])
+            for file, rows in self.files.items()
         }
 
     def not_finite(self) -> str:
@@ -121,40 +101,34 @@ class Copies:
 
         A tensor of infinities and zeros is fine, because it is a mask.
         """
-        for block in [block for blocks in self.blocks.values() for block in blocks]:
-            rest = block.values.reshape(-1)
-            for box in block.boxes if not _is_finite(rest) else ():
-                part, rest = rest[: math.prod(box.shape)], rest[math.prod(box.shape) :]
-                bad = part[~part.isfinite()]
-                if bad.isnan().any() or (len(bad) and part[part.isfinite()].any()):
+        for box, values in [row for rows in self.files.values() for row in rows]:
+            if not _is_finite(values):
+                bad = values[~values.isfinite()]
+                if bad.isnan().any() or values[values.isfinite()].any():
                     path = min(shown_path(tied.path) for tied in self.tied_to(box))
                     return f"{path} has {bad[0].item()}"
         return ""
 
     def tied_to(self, box: Box) -> list[Box]:
-        """The box of a block, and the tied ones, which have the same values."""
+        """The box of a file, and the tied ones, which have the same values."""
         return [box, *self.tied.get(box.path, ())]
 
-    def _header_of(self, file: str) -> bytes:
+    def _header_of(self, boxes: Sequence[tuple[Box, Tensor]]) -> bytes:
         rows, end = dict[str, Any](), 0
         notes: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}}
-        for values, boxes in self.blocks[file]:
-            code, most, width = CODES.get(values.dtype), values.numel(), values.element_size()
-            for box in boxes:
-                start, size = end, math.prod(box.shape)
-                end = start + min(size, most) * width
-                part = box.shape if size <= most else values.shape  # of an expanded tensor
-                name = _name_of(box)
-                shape = list(part) if code else [end - start]
-                rows[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [start, end]}
-                for tied in self.tied_to(box):
-                    alias = _name_of(tied)
-                    if tied is not box:
-                        notes["tied"][alias] = name
-                    if tied.place or code is None or part is not box.shape:
-                        whole, offsets, placements = tied.place or (tied.shape, None, ())
-                        place = [list(whole), offsets, list(part), list(placements)]
-                        notes["boxes"][alias] = place
+        for box, values in boxes:
+            code, part = CODES.get(values.dtype), list(values.shape)  # less than the box's, if it is expanded
+            start, end = end, end + values.numel() * values.element_size()
+            name = _name_of(box)
+            shape = part if code else [end - start]
+            rows[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [start, end]}
+            for tied in self.tied_to(box):
+                alias = _name_of(tied)
+                if tied is not box:
+                    notes["tied"][alias] = name
+                if tied.place or code is None or part != list(box.shape):
+                    whole, offsets, placements = tied.place or (tied.shape, None, ())
+                    notes["boxes"][alias] = [list(whole), offsets, part, list(placements)]
         return header_of(rows, notes)
 
 
@@ -175,13 +149,13 @@ def _unexpanded(value: Tensor) -> Tensor:
     return value
 
 
-def _is_finite(flat: Tensor) -> bool:
+def _is_finite(value: Tensor) -> bool:
     """Whether a tensor has neither NaN nor infinity. Those of fp8 and fp4 have scales of their own."""
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    if not flat.is_floating_point() or flat.element_size() == 1:
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if not value.is_floating_point() or value.element_size() == 1:
         return True
-    extremes = (torch.aminmax(part) for part in flat.split(_PART) if part.numel())
+    extremes = (torch.aminmax(part) for part in value.reshape(-1).split(_PART) if part.numel())
     return all(math.isfinite(low) and math.isfinite(high) for low, high in extremes)
 
 
@@ -212,8 +186,9 @@ def boxes_of(flat: FlatState, union: Union, rank: int, *, is_writer: bool) -> li
     return pairs
 
 
-def _width(pair: tuple[Box, Tensor]) -> int:
-    return pair[1].element_size()
+def widest_first(pairs: Sequence[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
+    """The boxes of the widest elements come first in a file, so that all are aligned."""
+    return sorted(pairs, key=lambda pair: -pair[1].element_size())
 
 
 def _dim_of(placement: Any) -> int | str | None:
@@ -241,7 +216,7 @@ def write_whole(entries: Mapping[str, Any], folder: Path) -> Any:
     flat = FlatState("state", entries)
     pairs = boxes_of(flat, Union(flat.tree), 0, is_writer=True)
     copies = Copies()  # they are the tensors themselves, because these do not change
-    for box, tensor in sorted(pairs, key=_width, reverse=True):
-        copies.blocks[box.file].append(Block(tensor, [box]))
+    for box, tensor in widest_first(pairs):
+        copies.files[box.file].append((box, tensor))
     copies.write(folder)
     return flat.tree

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.checkpoints import folders
-from mpiddp.checkpoints.bucket import Bucket, local_path, split_address
 from mpiddp.checkpoints.layout import CHECKPOINTS, WISHES
 from mpiddp.checkpoints.retention import Wishes, pinned_in, read_file
 from mpiddp.errors import UserError
+
+if TYPE_CHECKING:
+    from mpiddp.checkpoints.bucket import Bucket
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
@@ -39,6 +41,8 @@ class Place(NamedTuple):
             root, is_one = checkpoints[0].parent, folders.is_checkpoint(Path(path))
             aside = [] if is_one else folders.list_steps(root, set_aside=True)
             return cls(checkpoints, aside, root.parent)
+        from mpiddp.checkpoints.bucket import Bucket, local_path, split_address
+
         address, name = split_address(path)
         bucket, run = Bucket(address), local_path(address)
         names = filter(bucket.is_whole, [name] if name else bucket.names())

@@ -64,12 +64,12 @@ def header_of(rows: Mapping[str, Any], notes: Mapping[str, Any]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write_tensors(path: Path, header: bytes, blocks: Iterable[Tensor]) -> str:
-    """Write a file whose tensors lie in the blocks, one after another, row by row. Returns its SHA-256."""
+def write_tensors(path: Path, header: bytes, tensors: Iterable[Tensor]) -> str:
+    """Write a file with these tensors, one after another, row by row. Returns its SHA-256."""
     file = HashedFile(path)
     file.write(header)
-    for block in blocks:
-        plain = block.resolve_conj().resolve_neg().contiguous()  # copies only what has gaps
+    for tensor in tensors:
+        plain = tensor.resolve_conj().resolve_neg().contiguous()  # copies only what has gaps
         flat = plain.as_strided((plain.numel(),), (1,))  # a single element may have the stride 0
         file.write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return file.close()
