@@ -33,6 +33,7 @@ _WRONG = {
 }
 
 _OF_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
+MORE_PROCESSES = "raise ulimit -u, or pids.max of the container"
 
 # The beginning of sentences, for example of argparse, in whose place `message` puts "mpiddp: ".
 _PREFIX = re.compile("^mpiddp(: | launch: | (?=[a-z][a-z -]*: ))")
@@ -102,16 +103,20 @@ def missing_package(error: BaseException, user: str) -> str:
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package not in EXTRA_OF:
         return ""
-    from traceback import walk_tb  # takes 5 ms
-
-    names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    packages = [name.partition(".")[0] for name in names]
+    packages = [name.partition(".")[0] for name in _modules_of(error)]
     if [name for name in packages if name != "importlib"][-1:] != ["mpiddp"]:  # the importer
         return ""
     return with_fix(
         f"{user} needs {package}, which {sys.executable} does not have.",
         f"{sys.executable} -m pip install '{_source()}[{EXTRA_OF[package]}]'",
     )
+
+
+def _modules_of(error: BaseException) -> list[str]:
+    """The modules through which the error came, that of its origin last."""
+    from traceback import walk_tb  # takes 5 ms
+
+    return [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
 
 
 def import_package(package: str, user: str) -> ModuleType:
@@ -228,9 +233,12 @@ def named_by(option: str) -> Iterator[None]:
 
 def of_limit(error: BaseException) -> JobFailed | None:
     """The sentence for an error of this process's limits, as `ulimit` sets them; None for any other error."""
-    if isinstance(error, OSError) and error.errno in _OF_LIMITS:
-        sentence = f"this machine gives no more processes or open files to mpiddp: {error.strerror}."
-        return JobFailed(sentence, fix="raise ulimit -u or ulimit -n")
+    number = getattr(error, "errno", None)
+    if isinstance(error, RuntimeError) and _modules_of(error)[-1:] == ["threading"]:
+        number = errno.EAGAIN  # Thread.start has not said so
+    if number in _OF_LIMITS:
+        sentence = f"this machine gives no more processes or open files to mpiddp: {os.strerror(number)}."
+        return JobFailed(sentence, fix=MORE_PROCESSES if number == errno.EAGAIN else "raise ulimit -n")
     return None
 
 

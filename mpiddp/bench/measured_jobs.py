@@ -115,8 +115,7 @@ class Jobs:
 
     def run(self, *job: str) -> Any:
         """The result that rank 0 of a job on all slots has sent. Raises BenchJobFailed, as `output_of`."""
-        command = [*self.command(self.slots), *job]
-        [result] = read_results(output_of(command, timeout_s=self.timeout_s))
+        [result] = read_results(output_of([*self.command(self.slots), *job], timeout_s=self.timeout_s))
         return result
 
     def report(self, options: Mapping[str, Any], measure: Callable[[], Any], table: Callable[[Any], str]) -> int:

@@ -12,6 +12,7 @@ import resource
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,9 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
 
 def _addresses(name: str) -> list[str]:
     """The addresses of a host, [] if its name does not resolve."""
-    try:
+    with suppress(OSError):
         return sorted({str(address[0]) for _, address in resolved(name)})
-    except OSError:
-        return []
+    return []
 
 
 def _error_of(folder: str) -> str:

@@ -19,24 +19,20 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    device = "cpu"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(0)  # one rank on each host
-        device = "cuda"
-    dist.init_process_group()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    values = torch.full((COUNT,), float(rank + 1), device=device)
-    dist.barrier()
-    began = time.perf_counter()
-    dist.all_reduce(values)
-    wrong = int((values != size * (size + 1) / 2).sum())
-    seconds = time.perf_counter() - began
-    ranks: list[Any] = [None] * size
-    facts = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": seconds}
-    dist.all_gather_object(ranks, facts)
-    if rank == 0:
-        print(PROOF + json.dumps(ranks), flush=True)
-    dist.destroy_process_group()
+    from mpiddp.runtime.torch.process_group import process_group
+
+    with process_group() as world:
+        size = world.world_size
+        values = torch.full((COUNT,), float(world.rank + 1), device=world.device)
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(values)
+        wrong = int((values != size * (size + 1) / 2).sum())
+        facts = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": time.perf_counter() - began}
+        ranks: list[Any] = [None] * size
+        dist.all_gather_object(ranks, facts)
+        if world.rank == 0:
+            print(PROOF + json.dumps(ranks), flush=True)
 
 
 if __name__ == "__main__":

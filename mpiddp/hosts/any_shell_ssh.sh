@@ -17,6 +17,7 @@ done
 # `exec zsh -l`, that shell reads the line. Their output goes to stderr, because stdout belongs to the ranks. If
 # a signal kills the daemon, the exit code is ssh's 255: mpirun would take 128 + N for the signal of a rank.
 octal=$(printf %s "$words" | od -An -v -to1 | tr -d '\n' | sed 's/ /\\0/g')
+[ "$octal" ] || exit 255  # this user gets no more processes
 line="exec sh -c 'eval \"\$(printf %b \"\$0\")\"; code=\$?; [ \$code -le 128 ] || code=255; exit \$code' '$octal'"
 exec ssh -x "$@" "$line" >&2 <<LINES
 

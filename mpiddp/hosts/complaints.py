@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import MORE_PROCESSES, JobFailed, UserError
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.transport import SSH, Transport
@@ -108,33 +109,25 @@ class Answer:
         last = [f"exit code {self.exit_code}", *errors][-1]
         if self.has_failed_there:
             if "[Errno " in last:  # the disk may be full
-                return with_fix(f"{host.name}: {last.rstrip('.')}.", f"{ssh_line(host)} df")
+                fix = MORE_PROCESSES if f"[Errno {errno.EAGAIN}]" in last else f"{ssh_line(host)} df"
+                return with_fix(f"{host.name}: {last.rstrip('.')}.", fix)
             mount = ", on a file system without noexec" * (self.exit_code == 126)  # it may not be executed
             fix = f"install the same Python there as here{mount}" if is_ours else ""
             return with_fix(f"{host.name}: {python} does not run there: {last.rstrip('.')}.", fix)
         no_end = f"no answer in {transport.login_s:g} s"
         if not transport.is_ssh:
-            reason = ["no output" if self.exit_code else no_end, *errors][-1]
-            return transport.complaint(host.name, reason)
-        printed = self.printed_before.strip().splitlines()
+            return transport.complaint(host.name, ["no output" if self.exit_code else no_end, *errors][-1])
+        printed, text = self.printed_before.strip().splitlines(), self.stderr
         if self.exit_code is None:
-            slow = f"If its logins are slow: --login-timeout {2 * transport.login_s:.0f}s"
-            why, ssh = "A start-up file there may wait for input", ssh_line(host)
-            if not printed:
-                ssh = ssh.replace("ssh", "ssh -v", 1)
-                network = 'If it stops before "Authenticated", the network may lose large packets (MTU)'
-                why = f"{network}. Otherwise, a{why[1:]}"
-            return with_fix(f"ssh {host.name}: {no_end}. {why}.", f"{ssh} true. {slow}")
+            text = f"{no_end}{': nothing' * (not printed)}"
         # If a password has to be changed, sshd itself ends the login so.
-        if self.exit_code != 255 and "Password change required" not in self.stderr:
+        elif self.exit_code != 255 and "Password change required" not in text:
             if subprocess.call(["ssh", "-V"], stderr=subprocess.DEVNULL):  # it asks no host
                 return with_fix(f"ssh does not run here: {last}.", "ssh -V; echo $LD_LIBRARY_PATH")
             # An sshd may print a banner, and a start-up file a greeting, before the reason.
             reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
-            why = f"the host runs another command, which prints: {reason or 'nothing'}"
-            see = "its login shell, its start-up files, and command= in its authorized_keys"
-            return with_fix(f"ssh {host.name}: {why}.", f"see ForceCommand in its sshd_config, {see}")
-        return ssh_complaint(host, self.stderr, transport)
+            text = f"exit code {self.exit_code}: {reason or 'nothing'}"
+        return ssh_complaint(host, text, transport)
 
     @cached_property
     def _printed(self) -> list[Any]:
@@ -154,16 +147,16 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     """The sentence for ssh's own error, with the command that fixes it."""
     lines = errors.strip().splitlines()  # ssh ends them with \r\n
     text, port, ssh = "\n".join(lines), host.port, ssh_line(host)
-    port_line = re.search(r"(?m)^ssh: connect to host \S+ port (\d+)", text)
     words = {
         "name": host.name,
         "target": host.ssh_target,
         "port": f"-p {port} " if port else "",
         "ssh": ssh,
+        "verbose": ssh.replace("ssh", "ssh -v", 1),
         "key_name": f"'[{host.name}]:{port}'" if port else host.name,  # in known_hosts
         "here": socket.gethostname(),
         "connect": transport.connect_s,
-        "at": port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0]),
+        "at": port or [*re.findall(r"(?m)^ssh: connect to host \S+ port (\d+)", text), *settings(host, "port"), 22][0],
         "longer": f"{2 * transport.login_s:.0f}",
         "kinit": (kinit := "kinit, or " if "gssapi-" in text else ""),
     }
@@ -176,9 +169,7 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
             return with_fix(error["cause"], error["fix"]).format(*match.groups(), **words)
     # A module of PAM says why, before sshd closes the connection. A warning does not say why.
     says_why = [line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)]
-    if not (said := says_why or lines):
-        return with_fix(f"ssh {host.name} failed: no output.", f"{ssh.replace('ssh', 'ssh -v', 1)} true")
-    return with_fix(f"ssh {host.name} failed: {' / '.join(said[-2:])[:_SHOWN]}.", f"{ssh} true")
+    return with_fix(f"ssh {host.name} failed: {' / '.join((says_why or lines)[-2:])[:_SHOWN]}.", f"{ssh} true")
 
 
 def in_general(error: SectionProxy) -> tuple[str, str]:

@@ -109,8 +109,7 @@ def _memory_held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
 
 def _large(gpu: Gpu) -> list[Holder]:
     """The processes of the host that hold much of a GPU."""
-    large = [holder for holder in gpu.holders if holder.memory is None or holder.memory >= _LEAST]
-    return [holder for holder in large if holder.user]
+    return [holder for holder in gpu.holders if holder.user and (holder.memory is None or holder.memory >= _LEAST)]
 
 
 def _those(gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> list[tuple[int, Gpu]]:

@@ -11,6 +11,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from socket import AF_UNIX, socket
 
@@ -40,26 +41,21 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] 
         size = int(memory) << 20 if memory.isdigit() else None  # MiB
         holders[uuid].append(Holder(int(pid), size, *who(pid), _is_left(pid)))
     xids = _xids(path)
-    return [
-        gpu._replace(holders=holders[gpu.uuid], xids=xids[gpu.address[:-2]])  # a Xid has no ".0"
-        for gpu in gpus
-    ]
+    # The address of a Xid has no ".0".
+    return [gpu._replace(holders=holders[gpu.uuid], xids=xids[gpu.address[:-2]]) for gpu in gpus]
 
 
 def who(pid: str) -> tuple[str, str]:
     """The user and the command of a process; "" where this host does not show it."""
-    try:
-        number = Path("/proc", pid).stat().st_uid
-    except OSError:
-        return "", ""
-    return _name_of(number), command_of(int(pid))
+    with suppress(OSError):
+        return _name_of(Path("/proc", pid).stat().st_uid), command_of(int(pid))
+    return "", ""
 
 
 def _name_of(user: int) -> str:
-    try:
+    with suppress(KeyError):
         return pwd.getpwuid(user).pw_name
-    except KeyError:
-        return str(user)
+    return str(user)
 
 
 def claim(addresses: Mapping[str, Sequence[str]]) -> str:

@@ -7,6 +7,7 @@ hides all GPUs. This module travels to the hosts as source. It needs Python 3.8 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -243,7 +244,7 @@ def tool_output(
     env: Mapping[str, str] | None = None,
     stderr: int = DEVNULL,
 ) -> str | None:
-    """The output of a program, or its beginning; "" if it cannot be started, None if it does not end in time.
+    """The output of a program, or its beginning; "" if it does not run here, None if it does not end in time.
 
     This returns even if the program hangs in a driver, also at its end, or prints for ever.
     """
@@ -254,7 +255,9 @@ def tool_output(
         return ""
     try:
         tool = Popen([file, *arguments], env=env, stdin=DEVNULL, stdout=PIPE, stderr=stderr, start_new_session=True)
-    except OSError:  # an empty file, or a program for another processor
+    except OSError as error:  # an empty file, or a program for another processor
+        if error.errno == errno.EAGAIN:  # this user gets no more processes
+            raise
         return ""
     assert tool.stdout is not None
     text, chunk, poll = b"", b"?", select.poll()  # select() cannot have more than 1,024 open files

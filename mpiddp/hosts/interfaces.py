@@ -81,11 +81,10 @@ def interfaces() -> list[Interface]:
 
 def machine(*namespaces: str) -> str:
     """An identity of this host that needs no name: its boot, and its namespaces, such as "net"."""
-    try:
+    with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in namespaces)])
-    except OSError:
-        return ""
+    return ""
 
 
 def own_addresses() -> list[str]:

@@ -38,10 +38,9 @@ def is_this_host(name: str) -> bool:
 @cache
 def addresses_of(name: str) -> tuple[tuple[socket.AddressFamily, tuple[Any, ...]], ...]:
     """The families and addresses of a host, with port 0. Empty if the name does not resolve."""
-    try:
+    with suppress(OSError):
         return tuple(resolved(name))
-    except OSError:
-        return ()
+    return ()
 
 
 def forget_addresses() -> None:

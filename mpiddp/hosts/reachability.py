@@ -7,12 +7,12 @@ module travels to the hosts as source. It needs Python 3.8 and the standard libr
 from __future__ import annotations
 
 import errno
+import os
+import selectors
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from mpiddp.hosts.interfaces import interfaces
@@ -20,7 +20,6 @@ from mpiddp.hosts.interfaces import interfaces
 CONNECT_S = 3.0
 LARGE = 256 << 10  # bytes; they need packets of full size, which a path with a wrong MTU loses
 _AT_ONCE = 64  # connections
-_MOST_THREADS = 512  # so that a port scanner cannot start more. The kernel confirms bytes meanwhile
 _PAUSE_S = 0.02
 _OF_TCP = 128  # bytes of tcp_info, up to the fields of Linux 4.1
 
@@ -44,28 +43,18 @@ def meet(addresses: dict[str, str], port: int, start_s: float, most: int) -> dic
     has_all = at == 0 or len(names) <= most
     others = {name: addresses[name] for name in names if name != me and (has_all or name in near)}
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    threads = ThreadPoolExecutor(_AT_ONCE)
     try:
-        listener = socket.create_server((address, port), family=family, backlog=512)
+        with socket.create_server((address, port), family=family, backlog=512) as listener, threads:
+            answers = threads.map(lambda address: _reach(address, port, until), others.values())
+            _serve(listener, len(others), until)
+            return dict(zip(others, answers))
+    except RuntimeError:  # Thread.start has no number for it
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise
-    served = threading.Semaphore(0)
-
-    def accept() -> None:
-        while True:
-            while threading.active_count() >= _MOST_THREADS:
-                time.sleep(_PAUSE_S)
-            connection, _ = listener.accept()
-            threading.Thread(target=_serve, args=(connection, served), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        answers = threads.map(lambda address: _reach(address, port, until), others.values())
-        errors = dict(zip(others, answers))
-    for _ in others:  # this host answers others that have started later
-        served.acquire(timeout=max(0.0, until - time.monotonic()))
-    return errors
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
 
 
 def _reach(address: str, port: int, until: float) -> dict[str, str]:
@@ -109,16 +98,27 @@ def _confirmed(connection: socket.socket) -> tuple[int, int]:
     return struct.unpack_from("I", facts, 16)[0], struct.unpack_from("Q", facts, 120)[0]
 
 
-def _serve(connection: socket.socket, served: Any) -> None:
-    """Answer a connection of `_reach`: say that all bytes have arrived."""
-    with connection, connection.makefile("rb") as stream:
-        connection.settimeout(5 * CONNECT_S)
-        with suppress(OSError):
-            for size in (1, LARGE):
-                if len(stream.read(size)) < size:
-                    return
-                connection.sendall(b"k")
-            served.release()
+def _serve(listener: socket.socket, count: int, until: float) -> None:
+    """Answer connections of `_reach` until `count` hosts are done: say that all bytes have arrived."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while count and (left_s := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                connection: Any = key.fileobj
+                if connection is listener:
+                    selector.register(listener.accept()[0], selectors.EVENT_READ, [0])
+                    continue
+                try:
+                    chunk = connection.recv(1 << 16)
+                    key.data[0] += len(chunk)
+                    if chunk and key.data[0] in (1, 1 + LARGE):
+                        connection.send(b"k")
+                        count -= key.data[0] > 1
+                except OSError:
+                    chunk = b""
+                if not chunk:
+                    selector.unregister(connection)
+                    connection.close()
 
 
 def reason(error: OSError) -> str:

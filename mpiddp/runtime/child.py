@@ -23,7 +23,7 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import DONE, cause_of
+from mpiddp.errors import DONE, MORE_PROCESSES, cause_of
 from mpiddp.hosts import processes
 from mpiddp.protocol.channel import STOP_SIGNALS, STREAMS, VALUE_LIMIT, Lines, is_shown
 from mpiddp.protocol.variables import ERROR_FILE
@@ -58,8 +58,7 @@ class Child:
         self.is_command = rank.command.kind == COMMAND
         world = rank.world
         name = f"rank {world.rank} on {world.hostname}"
-        numbers = STREAMS if rank.launcher else ()
-        self.outputs = [Stream(number, name, rank.orders.terminal) for number in numbers]
+        self.outputs = [Stream(number, name, rank.orders.terminal) for number in (STREAMS if rank.launcher else ())]
         # stdin comes first: if a script asks for a password, the terminal stops showing the typed keys before
         # the question appears.
         inputs = [Input(rank.orders.terminal)] if rank.launcher and world.rank == 0 else []
@@ -116,6 +115,7 @@ class Child:
                 errno.ENOEXEC: "begin the script with a line such as #!/bin/sh",
                 errno.ENOENT: f"correct its #! line, of which the program is missing; for a Windows line ending: "
                 f"sed -i 's/\\r$//' {name}",
+                errno.EAGAIN: MORE_PROCESSES,
             }
             sentence = f"{name} cannot be started: {error.strerror}."
             raise cause_of(error)(sentence, fix=fixes.get(error.errno or 0, "")) from None

@@ -79,7 +79,8 @@ def reading_gpus(ranks: Sequence[int], env: Mapping[str, str], send: Callable[..
             send("gpus", ranks=rows)
 
     thread = threading.Thread(target=read, daemon=True)
-    thread.start()
+    aid("readings of the GPUs")(thread.start)()
     yield
     is_over.set()
-    thread.join(LIMIT_S)  # then no tool runs that would be taken for a process of the script
+    if thread.is_alive():
+        thread.join(LIMIT_S)  # then no tool runs that would be taken for a process of the script

@@ -76,16 +76,8 @@ def parse(argv: list[str]) -> Program:
     kind = {"--": COMMAND, "-m": MODULE}.get("".join(argv[:1]), SCRIPT)
     job = argv if kind == SCRIPT else argv[1:]
     if not job or (kind == SCRIPT and job[0].startswith("-")):  # for example --help
-        from mpiddp.arguments import OneSentenceParser  # 5 ms of each rank
-
-        parser = OneSentenceParser(
-            prog="mpiddp run",
-            usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
-            description="Run an unmodified env:// script, or any command, as one rank of a job, after "
-            "all ranks have joined.",
-        )
-        parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
-        parser.parse_args([*job[:1], "script"] if job else [])
+        what = f"expected a script, a module or a command{f', not {job[0]}' if job else ''}"
+        raise UserError(f"mpiddp run: {what}.", fix="mpiddp run (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]")
     return Program(kind, job[0], tuple(job[1:]))
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from mpiddp.checkpoints import folders
+from mpiddp.errors import MORE_PROCESSES
 from mpiddp.text import FIX
 from tests.support.cluster import Cluster, faults
 from tests.support.cluster.faults import begins_with, sshd_with
@@ -174,6 +175,7 @@ class Fault(NamedTuple):
     own: str = ""  # a shell command in ~/.ssh of node0
     sshd: str = ""  # settings of node1's sshd
     bashrc: str = ""  # of node1
+    pam: str = ""  # rules for node1's sshd
 
 
 REFUSED = f"permission denied (publickey).\n{FIX}ssh-copy-id node1"
@@ -213,6 +215,11 @@ FAULTS = {
     "quiet": Fault(REFUSED, own="echo LogLevel QUIET >config", sshd="AuthorizedKeysFile none\n"),
     "wrong option": Fault("line 1: Bad configuration option: prot", own="echo Prot 22 >config"),
     "forced command": Fault(OTHER.format("No account."), sshd="ForceCommand echo No account.\n"),
+    "no session": Fault(
+        f"PAM opens no session there after the login, and says: no job.\n{FIX}see there the lines of session in",
+        sshd="UsePAM yes\n",
+        pam="account sufficient pam_permit.so\nsession optional pam_echo.so no job\nsession requisite pam_deny.so\n",
+    ),
     "early exit": Fault(OTHER.format("nothing."), bashrc="exit 1\n"),
     "greeting": Fault(OTHER.format(MISSING), bashrc="echo Welcome\n. missing || exit\n"),
 }
@@ -227,6 +234,7 @@ def test_what_ssh_itself_says(hosts, fault):
         shelled(node0, change, "rm -r ~/.ssh; mv ~/.ssh.before ~/.ssh"),
         begins_with(node1, "/etc/banner", BANNER),
         begins_with(node1, BASHRC, fault.bashrc),
+        begins_with(node1, "/etc/pam.d/sshd", fault.pam),
         sshd_with(node1, fault.sshd),
     ):
         done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
@@ -266,6 +274,21 @@ def test_a_host_without_space(hosts, folder, names_it):
         done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
     full = f"node1: OSError: [Errno 28] No space left on device{names_it}."
     assert (done.code, done.said, done.fixes) == (1, [full], ["ssh node1 df"])  # no bad input
+
+
+FEW = [("-n", "2"), 3], [("-n", "2"), 6], *([("-H", "node0:1,node1:1"), limit] for limit in (4, 7, 10, 13))
+
+
+@pytest.mark.parametrize(("where", "limit"), FEW)
+def test_a_limit_of_processes(hosts, where, limit):
+    """A limit of the user's processes (`ulimit -u`) that is too low for a start is named, whoever meets it."""
+    limited = ["bash", "-c", 'ulimit -u "$0" && exec "$@"', str(limit)]
+    launch = [sys.executable, "-m", "mpiddp", "launch", *where, program("identity.py")]
+    hosts.folder.chmod(0o777)
+    done = hosts["node0"].run([*limited, *launch], user=USER, cwd=hosts.folder)
+    assert done.returncode == 1, done
+    assert done.stderr.endswith(f"\n{FIX}{MORE_PROCESSES}\n"), done.stderr
+    assert "allow TCP" not in done.stderr
 
 
 def test_a_working_folder_that_this_user_may_not_enter(hosts):

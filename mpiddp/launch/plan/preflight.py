@@ -227,8 +227,8 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
         way = f"give {info.host.user or 'your user'} there access to each folder on the way"
         return with_fix(f"{name}: {path.removesuffix('/.')}: {error}.", way)
     if not info.has_folder:
-        problem = f"the working folder {needs['folder']} is missing"
-        return with_fix(f"{name}: {problem}.", f"{_PUSH}, or launch from a folder that every host has")
+        fix = f"{_PUSH}, or launch from a folder that every host has"
+        return with_fix(f"{name}: the working folder {needs['folder']} is missing.", fix)
     if needs["mpirun"] and (info.mpirun is None or not info.has_daemon):
         problem = f"{needs['daemon' if info.mpirun else 'mpirun']} is missing or does not run"
         return with_fix(f"{name}: {problem}.", f"install the same MPI {_EVERYWHERE}")

@@ -60,10 +60,11 @@ def hand_over(
             work_s = start_s + 4 * reachability.CONNECT_S
             answers = ask(hosts, program, work_s=work_s, logins=logins)
         reports = {host: answer.value for host, answer in answers.items() if not answer.why}
-        answered, cut_off = [*reports], _cut_off(reports, wanted)
-        for host, answer in answers.items():
-            if answer.why and (answer.has_failed_there or host.name not in cut_off):
-                cut_off[host.name] = answer.why
+        answered, silent = [*reports], {host: answer for host, answer in answers.items() if answer.why}
+        cut_off = {host.name: answer.why for host, answer in silent.items()}
+        # The others cannot connect to a host whose program has failed.
+        if not any(answer.has_failed_there for answer in silent.values()):
+            cut_off |= _cut_off(reports, wanted)
         is_kept = not cut_off
         return cut_off
     finally:
@@ -76,8 +77,7 @@ def _cut_off(reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any
     """A sentence for each host that a firewall or a missing route keeps from the others, by its name."""
     address, _, port = wanted["launcher"].rpartition(":")
     here, sentences = socket.gethostname(), dict[str, str]()
-    errors = {host.name: report["launcher"] for host, report in reports.items()}
-    errors = {name: error for name, error in errors.items() if error}
+    errors = {host.name: report["launcher"] for host, report in reports.items() if report["launcher"]}
     for error, names in keys_by_value(errors).items():
         fact = f"{listed(names)} → {here} ({address} tcp/{port}) fails: {error}"
         fix = f"allow TCP from there on {here}, or name another network: --interface NAME"

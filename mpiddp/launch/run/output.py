@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
+from mpiddp.errors import aid
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.log import Screen, Source
@@ -120,11 +121,12 @@ class JobOutput:
 
     def send_stdin(self, connection: socket.socket) -> None:
         """Send stdin to rank 0, which reads this connection. Later attempts get what is left of it."""
-        if self._options.stdin == "none":
-            connection.close()
-            return
-        self._input = connection
-        threading.Thread(target=self._send_stdin, args=(connection,), daemon=True).start()
+        if self._options.stdin != "none":
+            with aid("stdin for rank 0"):  # this user may get no more threads
+                threading.Thread(target=self._send_stdin, args=(connection,), daemon=True).start()
+                self._input = connection
+                return
+        connection.close()
 
     def _send_stdin(self, connection: socket.socket) -> None:
         poll, is_terminal = select.poll(), os.isatty(0)

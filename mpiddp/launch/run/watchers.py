@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from mpiddp.errors import MORE_PROCESSES
+from mpiddp.hosts.processes import room_for
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.launch.judge.calls import last_call_with
 from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
@@ -32,8 +34,10 @@ from mpiddp.protocol.group import Peer
 from mpiddp.protocol.server import Event
 from mpiddp.protocol.terminal import Manners
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S, PATIENCE, SAVE_GRACE_S
+from mpiddp.text import with_fix
 
 START_TIMEOUT_S = 120.0  # for the first rank to start, and then to join: disk caches may be cold
+_PER_RANK = 4  # processes and threads of an agent, its MPI, and its script
 PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hosts still answer
 _LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
 
@@ -121,9 +125,12 @@ class LateStart(Watcher):
             case "joining" if len(record.latest["joining"]) == 1:
                 self._allow(event.facts["timeout_s"])
             case "mpirun" if event.facts["code"]:  # its ssh may have failed
-                lost = list[str]()
+                lost, needed = list[str](), _PER_RANK * (len(record.fact("began", "here")) + 3)
+                if (room := room_for(needed)) < needed:
+                    few = f"this user gets only {room} more processes and threads on this machine"
+                    lost = [with_fix(f"mpirun could not start the ranks: {few}.", MORE_PROCESSES)]
                 with suppress(KeyboardInterrupt), self.launcher.signals.interrupting():
-                    lost = self._probe()  # a stop ends the logins, and the loop sees its signal as well
+                    lost = lost or self._probe()  # a stop ends the logins, and the loop sees its signal as well
                 if lost:
                     self.attempt.add_act("end", failed=False, why="\n".join(lost), overdue="")
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces, machine
 from mpiddp.protocol import variables
 from mpiddp.runtime.gpu import expected_hosts
@@ -32,15 +31,11 @@ class RankInfo(NamedTuple):
     interfaces: Sequence[Interface]
     problem: str = ""  # why this rank cannot begin
     run_id: str = ""  # all ranks take that of rank 0, which is the same in all attempts of a job
-    gpus: str = ""  # the GPUs that the rank may see, as CUDA_VISIBLE_DEVICES has them
 
     @classmethod
     def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
-        rank, _, local_rank, local_size, *_ = world
-        place = (rank, local_rank, local_size, world.hostname, machine("net"))
-        run_id = os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
-        gpus = next((os.environ[name] for name in VISIBLE if name in os.environ), "all")
-        return cls(*place, interfaces(), problem, run_id, gpus)
+        place = (world.rank, world.local_rank, world.local_world_size, world.hostname, machine("net"))
+        return cls(*place, interfaces(), problem, os.environ.get(variables.RUN_ID) or os.urandom(8).hex())
 
     @property
     def host(self) -> tuple[str, str]:
@@ -244,9 +239,7 @@ def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
 
 
 def table(infos: Infos, expected: Sequence[str]) -> str:
-    """A line for each rank: its host, local rank and GPUs, and the expected host."""
-    rows = [("rank", "host", "local rank", "visible GPUs", "expected host")]
-    for info, name in zip(infos, [*expected, *["none"] * len(infos)], strict=False):
-        local_rank, gpus = str(info.local_rank), info.gpus or "none"
-        rows.append((str(info.rank), info.hostname, local_rank, gpus, name))
-    return align_columns(rows)
+    """A line for each rank: its host, local rank, and the expected host."""
+    names = zip(infos, [*expected, *["none"] * len(infos)], strict=False)
+    rows = [(str(info.rank), info.hostname, str(info.local_rank), name) for info, name in names]
+    return align_columns([("rank", "host", "local rank", "expected host"), *rows])
