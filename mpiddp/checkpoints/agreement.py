@@ -204,26 +204,22 @@ def compare_values(run: Run, flat: FlatState) -> None:
     dist.gather_object(told, by_rank if run.rank == 0 else None, 0, group=run.group)
     sent: list[Any] = [_odd_ones(by_rank, run.num_saves) if run.rank == 0 else None]
     dist.broadcast_object_list(sent, 0, group=run.group)
-    group: Any = run.group or dist.group.WORLD
     answers: list[list[Any]] = []
-    for tag, (name, lowest, others) in enumerate(sent[0][:_SENT]):
-        if run.rank not in (lowest, others[0]):
-            continue
-        part = parts[name].resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        content = part.view(torch.uint8)
+    for number, (name, lowest, others) in enumerate(sent[0][:_SENT]):
         if run.rank == lowest:
-            group.send([content], others[0], tag).wait()
-        else:
-            received = torch.empty_like(content)
-            group.recv([received], lowest, tag).wait()
-            answers.append([tag, *_difference(received.view(part.dtype), part)])
+            copy = parts[name].to("cpu", copy=True)  # the pickle of a view has all of its storage
+            dist.send_object_list([copy], others[0], run.group)
+        elif run.rank == others[0]:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, lowest, run.group)
+            answers.append([number, *_difference(received[0], parts[name].cpu())])
     name_of = run.coordinator.name
-    for tag, is_rounding, where in sorted(row for rows in run.gather(answers) for row in rows):
-        name, lowest, others = sent[0][tag]
+    for number, is_rounding, where in sorted(row for rows in run.gather(answers) for row in rows):
+        name, lowest, others = sent[0][number]
         sentence = where.format(name_of(lowest), listed([name_of(rank) for rank in others], 2))
         if not is_rounding:
             raise ValueError(f"{name} differs: {sentence}. {_HINT}")
-        if run.rank == 0 and tag == 0:
+        if run.rank == 0 and number == 0:
             log.warning(
                 f"warning: {counted(len(sent[0]), 'tensor')} of the ranks differ by rounding, such as "
                 f"{name}: {sentence}. Those of the lowest rank are saved."
@@ -255,7 +251,8 @@ def _difference(first: Tensor, value: Tensor) -> tuple[bool, str]:
     differ, but less than the root of its precision.
     """
     if value.is_complex():
-        first, value = torch.view_as_real(first).reshape(-1), torch.view_as_real(value).reshape(-1)
+        first, value = (torch.view_as_real(tensor.resolve_conj()) for tensor in (first, value))
+    first, value = first.reshape(-1), value.reshape(-1)
     sizes, most = (first != value).double(), 0.0
     if value.is_floating_point():
         a, b = first.double(), value.double()

@@ -42,13 +42,11 @@ class HashedFile:
     """A new file, and the SHA-256 of the bytes written to it, computed in the same pass."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._digest = path.open("wb", buffering=0), hashlib.sha256()
+        self._file, self._digest = path.open("wb"), hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
-        self._digest.update(rest)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        self._digest.update(data)
+        self._file.write(data)
 
     def close(self) -> str:
         """The SHA-256 of the file."""

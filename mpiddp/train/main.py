@@ -52,8 +52,6 @@ IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
 AVERAGE_EVERY = 32  # steps between two updates of the average, as in torchvision's references
 LARGE_IMAGE = 64  # pixels; CIFAR's stems are for smaller images
 STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the speed
-# A step of smaller images takes longer than in proportion to its pixels, as if each image had some more.
-FIXED_PIXELS = 128
 log = logging.getLogger("mpiddp.train")  # rank 0 prints it
 
 
@@ -451,23 +449,18 @@ class Trainer(Training):
 
     def seconds_left(self, step: int) -> float:
         """About how long the rest takes after this step."""
-        step_s = {side: mean(seconds) for side, seconds in self._by_side.items() if seconds}
-        largest, size, epochs = max(step_s), self.data.image_size, self.recipe.epochs
-
-        def seconds_of(side: int) -> float:
-            pixels = (side**2 + FIXED_PIXELS) / (largest**2 + FIXED_PIXELS)
-            return step_s.get(side, step_s[largest] * pixels)
-
+        made = sum(pixels_of(side) * len(seconds) for side, seconds in self._by_side.items())
+        epochs = self.recipe.epochs
         # An evaluation has no backward pass, and takes about a third of the time of steps.
         num_tested = self.data.test.num_images if self.data.test is not None else 0
-        score_s = num_tested / self.global_batch_size / 3 * seconds_of(size)
-        left_s = 0.0
+        score = num_tested / self.global_batch_size / 3 * pixels_of(self.data.image_size)
+        left = 0.0
         for epoch in range(epochs):
             end = (epoch + 1) * self.length
-            left_s += min(self.length, max(0, end - step)) * seconds_of(self.side(epoch))
+            left += min(self.length, max(0, end - step)) * pixels_of(self.side(epoch))
             views = self.recipe.views if epoch == epochs - 1 else 1
-            left_s += score_s * views * (end > step and self.is_scored(epoch))
-        return left_s
+            left += score * views * (end > step and self.is_scored(epoch))
+        return left / made * sum(map(sum, self._by_side.values()))
 
     def check_divergence(self, step: int) -> None:
         """End the job if the ranks' bits differ. Before a save: then a restart resumes from equal ranks."""
@@ -584,6 +577,11 @@ class Trainer(Training):
             "step_time_p95_s": high,
             "wall_s": time.monotonic() - self._started_at,
         }
+
+
+def pixels_of(side: int) -> int:
+    """The pixels to which the time of a step is proportional, as if each image had some more."""
+    return side**2 + 128
 
 
 def stride_as_gradients(model: nn.Module) -> None:
