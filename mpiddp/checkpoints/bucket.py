@@ -22,8 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 from mpiddp.checkpoints import folders
-from mpiddp.checkpoints.folders import COMPLETE, BrokenCheckpoint, NewFolder, step_of
-from mpiddp.checkpoints.layout import CHECKPOINTS, PINS, RECORDS, REWIND
+from mpiddp.checkpoints.folders import CHECKPOINTS, COMPLETE, PINS, RECORDS, REWIND, BrokenCheckpoint, step_of
 from mpiddp.checkpoints.retention import Wishes, surplus
 from mpiddp.errors import UserError
 
@@ -75,7 +74,7 @@ class Bucket:
         """The local folder of a checkpoint, which is downloaded if it is not there. Raises OSError."""
         local = run / CHECKPOINTS / name
         if not (self._has(local) and _is_whole(local)):
-            new = NewFolder(local)
+            new = folders.NewFolder(local)
             new.path.mkdir(parents=True)
             try:
                 for file in self._list(CHECKPOINTS, name):

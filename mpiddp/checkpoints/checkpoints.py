@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.checkpoints.bucket import Bucket, local_path
-from mpiddp.checkpoints.folders import list_steps
-from mpiddp.checkpoints.layout import RunDir
+from mpiddp.checkpoints.folders import RunDir, list_steps
 from mpiddp.checkpoints.place import is_address
 from mpiddp.checkpoints.records import RunRecords, runs
 from mpiddp.checkpoints.resume import resume

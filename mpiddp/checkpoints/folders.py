@@ -35,10 +35,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from mpiddp.checkpoints.layout import CHECKPOINTS
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.files import flush, read_limited
-from mpiddp.text import shown
+from mpiddp.text import from_here, shown
+
+# The names in a run's folder. Its copy in object storage has the same.
+CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"  # what `mpiddp.log_metrics` has recorded
+ATTEMPTS = "attempts.jsonl"  # how each start of the run began and ended
+CONFIG, SUMMARY = "config.json", "summary.json"  # the options and the results of `mpiddp train`
+WISHES = "wishes.json"  # keep, keep_every and best of its script, and the scores by which one is the best
+PINS = "pins"  # pins/step_00001000: no run removes this checkpoint, by `mpiddp checkpoints pin`
+REWIND = "REWIND"  # the step of the next resume, by `mpiddp checkpoints rewind`
+RECORDS = (METRICS, ATTEMPTS, CONFIG, SUMMARY, WISHES)  # what a copy has beside the checkpoints
 
 TREE = "tree.pt"
 ABOUT = "about.json"
@@ -52,6 +61,21 @@ _OLD = ".old"  # ends the name of a checkpoint that is set aside
 _NAME = re.compile(rf"step_([0-9]{{8,18}})({re.escape(_OLD)}[0-9]*)?")
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without locks raises these
 _HIDDEN = ".unfinished-"
+
+
+class RunDir:
+    """The paths that a run writes: its records, logs and checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / METRICS
+        self.attempts = path / ATTEMPTS
+        self.owner = path / "owner.json"
+        self.logs = path / "logs"
+        self.checkpoints = path / CHECKPOINTS
+
+    def __str__(self) -> str:
+        return from_here(self.path)
 
 
 class BrokenCheckpoint(Exception):

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, Option, Verb, add_verbs, whole
 from mpiddp.checkpoints import folders
-from mpiddp.checkpoints.folders import BrokenCheckpoint, Hold, step_of
-from mpiddp.checkpoints.layout import PINS, REWIND
+from mpiddp.checkpoints.folders import PINS, REWIND, BrokenCheckpoint, Hold, step_of
 from mpiddp.checkpoints.place import Place
 from mpiddp.checkpoints.retention import prune
 from mpiddp.errors import UserError, named_by, print_error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.checkpoints import folders
-from mpiddp.checkpoints.layout import CHECKPOINTS, WISHES
+from mpiddp.checkpoints.folders import CHECKPOINTS, WISHES
 from mpiddp.checkpoints.retention import Wishes, pinned_in, read_file
 from mpiddp.errors import UserError
 

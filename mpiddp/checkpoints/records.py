@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.layout import RunDir
+from mpiddp.checkpoints.folders import RunDir
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.sinks import Sink, SinkRun, number_of, open_sinks

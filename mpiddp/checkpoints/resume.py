@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folders import BrokenCheckpoint, Entry, Hold, name_of_step
-from mpiddp.checkpoints.layout import REWIND
+from mpiddp.checkpoints.folders import REWIND, BrokenCheckpoint, Entry, Hold, name_of_step
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import pinned_in, read_file
 from mpiddp.checkpoints.run_folder import Run

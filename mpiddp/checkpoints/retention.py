@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mpiddp.checkpoints import folders
-from mpiddp.checkpoints.folders import COMPLETE, step_of, steps_among
-from mpiddp.checkpoints.layout import PINS, WISHES
+from mpiddp.checkpoints.folders import COMPLETE, PINS, WISHES, step_of, steps_among
 from mpiddp.files import read_limited, replace_file
 
 

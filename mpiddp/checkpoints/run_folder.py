@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.bucket import Bucket
-from mpiddp.checkpoints.folders import NO_LOCKS
-from mpiddp.checkpoints.layout import RunDir
+from mpiddp.checkpoints.folders import NO_LOCKS, RunDir
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import Wishes, pinned_in

@@ -38,7 +38,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import mpiddp
 from mpiddp.arguments import OneSentenceParser, common, flag_of, option, options_of, whole
-from mpiddp.checkpoints.layout import CONFIG, SUMMARY
+from mpiddp.checkpoints.folders import CONFIG, SUMMARY
 from mpiddp.files import replace_file
 from mpiddp.text import counted, duration, parse_interval, shown
 from mpiddp.train import data as datasets

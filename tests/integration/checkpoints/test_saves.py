@@ -22,8 +22,7 @@ import mpiddp
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints import save as saving
 from mpiddp.checkpoints.agreement import Union
-from mpiddp.checkpoints.folders import About, BrokenCheckpoint
-from mpiddp.checkpoints.layout import RunDir
+from mpiddp.checkpoints.folders import About, BrokenCheckpoint, RunDir
 from mpiddp.checkpoints.records import runs
 from mpiddp.checkpoints.run_folder import RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
@@ -61,7 +60,7 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
 OWNS = """
 import sys
 from pathlib import Path
-from mpiddp.checkpoints.layout import RunDir
+from mpiddp.checkpoints.folders import RunDir
 from mpiddp.checkpoints.run_folder import RunLock
 owner = RunLock(RunDir(Path(sys.argv[1])))
 print("owns", flush=True)
