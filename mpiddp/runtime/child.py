@@ -39,7 +39,6 @@ _START = "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; from mpiddp.ru
 # The signals that a rank passes on to its script or its command.
 PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
-_SPARE_NICE = 5  # the nice value of a hot spare, for which nobody waits
 _HELPERS_S = 0.5  # the processes of multiprocessing notice in this time that their parent has ended
 _CLEAN_UP = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -77,7 +76,6 @@ class Child:
         self._frames: list[str] = []
         # The kernel's kills for lack of memory in this control group, before the child could cause one.
         self._kills_before: processes.OomKills | None = None
-        self._nice: int | None = None  # the nice value that its session is still to get
         self.has_begun = False  # its Python has been told to run the script
         self._arguments = b""  # of its process, once it has begun
 
@@ -132,25 +130,6 @@ class Child:
         """Start the Python of the next attempt. It imports torch, after packages of the script."""
         self.start(variables)
         self.tell({"type": "ahead", **ahead})
-        self._nice = _SPARE_NICE
-
-    def hurry(self) -> None:
-        """The job waits for it from now on."""
-        self._nice = 0
-
-    def renice(self) -> None:
-        """Set its session to the nice value that it is to get. Linux shares the cores among sessions; it needs no right.
-
-        For users who are not root, the kernel takes one such value on a host in 100 ms.
-        """
-        try:
-            if self._nice is not None:
-                Path(f"/proc/{self.pid}/autogroup").write_text(str(self._nice), encoding="ascii")
-        except BlockingIOError:
-            return
-        except OSError:  # this kernel does not share by sessions
-            pass
-        self._nice = None
 
     def tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):

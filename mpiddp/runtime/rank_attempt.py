@@ -138,8 +138,6 @@ class RankAttempt:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.state = State.HELD
         self.child.close()
-        if self.spare is not None:
-            self.spare.hurry()
         self._ends_at = None
         self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
         while self.again is None and self._next is State.HELD:
@@ -266,8 +264,6 @@ class RankAttempt:
         child.hear()
         while child.news:
             self._on_message(child.news.pop(0))
-        for process in filter(None, (child, self.spare)):
-            process.renice()
         if self.spare is not None and self.spare.status is not None:
             if child.status is None:
                 child.forget_kills()  # the script has not caused its end

@@ -6,7 +6,6 @@ import operator
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -18,7 +17,7 @@ from mpiddp.protocol.channel import SPARE_NAME
 from tests.support.cluster import faults
 from tests.support.cluster.program import stat_of
 from tests.support.place import Done, Here, Hosts, Process, eventually, program
-from tests.support.ranks import LAUNCH, ROOT
+from tests.support.ranks import ROOT
 
 STOPPING = ": stopping to restart.\n"
 
@@ -224,35 +223,6 @@ def test_a_spare_that_cannot_start(here):
     assert done.lines == ["trained"] * 2
     assert sum("no hot spare: OSError" in line for line in done.said) == 2, done.stderr
     assert not any("restart" in line for line in done.said)
-
-
-PRIORITY = """
-import os, sys, time, torch
-def nice_values(name):  # of the sessions of the processes of this name
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if open(f"/proc/{pid}/comm").read() == name and os.getsid(int(pid)) == int(pid):
-                yield open(f"/proc/{pid}/autogroup").read().split()[-1]
-        except OSError:
-            pass
-if os.environ["MPIDDP_RESTART_COUNT"] == "0":
-    while os.environ["RANK"] == "1" and list(nice_values("mpiddp-spare\\n")) != ["5"] * 4:
-        time.sleep(0.1)
-    time.sleep(0 if os.environ["RANK"] == "1" else 1000)
-    sys.exit(3)
-while open("/proc/self/autogroup").read().split()[-1] != "0":
-    time.sleep(0.1)
-print("equal", flush=True)
-"""
-
-
-def test_the_priority_of_a_spare(here):
-    """Once a hot spare is a rank, it has the priority of the others, also if no rank belongs to root."""
-    as_a_user = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
-    if not Path("/proc/self/autogroup").exists() or subprocess.run([*as_a_user, "true"]).returncode:
-        pytest.skip("this kernel shares no cores among sessions, or makes no user namespace")
-    launch = [*as_a_user, *LAUNCH, "--max-restarts", "1", "-H", "localhost:4"]
-    assert here.run(*launch, here.script(PRIORITY)).assert_ok().lines == ["equal"] * 4
 
 
 def spares(here: Here, script: str) -> list[Process]:
