@@ -24,12 +24,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpiddp.errors import aid
+from mpiddp.errors import aid, print_error
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
 from mpiddp.runtime.job.progress import BY_OPTIMIZER
 from mpiddp.runtime.job.session import Session, script_session
 from mpiddp.runtime.job.stopping import stop_on
+from mpiddp.text import with_fix
 from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
@@ -91,15 +92,13 @@ def await_gloo() -> None:
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
         states = []  # a letter for each of gloo's threads: "R" runs or waits for a core, "S" sleeps
-        threads = list[Path]()
         with suppress(OSError):  # the process has no free file
-            threads += Path("/proc/self/task").iterdir()
-        for thread in threads:
-            with suppress(OSError):  # it has ended
-                # "tid (name) state …"
-                name, _, rest = (thread / "stat").read_text("latin-1").rpartition(") ")
-                if name.endswith(f"({_GLOO}"):
-                    states.append(rest[0])
+            for thread in Path("/proc/self/task").iterdir():
+                with suppress(OSError):  # it has ended
+                    # "tid (name) state …"
+                    name, _, rest = (thread / "stat").read_text("latin-1").rpartition(") ")
+                    if name.endswith(f"({_GLOO}"):
+                        states.append(rest[0])
         if not states:
             return
         idle = 0 if "R" in states else idle + 1
@@ -129,6 +128,21 @@ def refuse_mpi() -> Callable[[], NoReturn]:
 
     sys.meta_path.insert(0, AtImport(["mpi4py.MPI"], refused))
     return refused
+
+
+def say_lone_mpi(session: Session) -> None:
+    """Say so if the script has started MPI without mpi4py, so that each rank is rank 0 of 1 in it."""
+    if session.rank > 0 or session.starting_mpi is nullcontext or os.environ.get("WORLD_SIZE") == "1":
+        return
+    maps = Path("/proc/self/maps").read_text("latin-1")
+    if library := "/libmpi" in maps and re.search(r"/\S*/libmpi\w*\.so\S*", maps):
+        import ctypes
+
+        ctypes.CDLL(library[0], os.RTLD_NOLOAD).MPI_Initialized(ctypes.byref(has_begun := ctypes.c_int()))
+        if has_begun.value:
+            session.starting_mpi = nullcontext  # say so once
+            why = f"the script has started MPI ({library[0]}) without mpi4py, so each rank is rank 0 of 1 in it"
+            print_error(with_fix(f"{why}.", "mpiddp launch, and in the script before it: from mpi4py import MPI"))
 
 
 def stop_signal(session: Session) -> None:
@@ -218,6 +232,7 @@ def forming(session: Session) -> None:
 
     @wraps(init)
     def tell_and_init(*args: Any, **kwargs: Any) -> None:
+        apply([say_lone_mpi], session)
         tell = script_session().coordinator.tell_launcher  # connects
         tell("forming", active=True)
         try:

@@ -65,6 +65,7 @@ def main() -> None:
         _run(kind, name)
     except BaseException as caught:
         session.error = caught
+    patches.apply([patches.say_lone_mpi], session)
     try:
         code = session.end_script()
     except KeyboardInterrupt as caught:  # while it waits for the other ranks, for example
@@ -165,6 +166,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 @contextmanager
 def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[None]:
     """Let the script start MPI as the rank of its mpirun. No later process of this rank can do so."""
+    session.starting_mpi = nullcontext
     session.tell_agent("mpi")
     os.environ.update(variables)
     yield

@@ -577,6 +577,29 @@ def test_a_torch_that_uses_mpi(here):
     assert "ImportError: mpiddp has finalized the MPI of this rank." in done.stderr
 
 
+LIBRARY = """
+import ctypes, os, shutil, sys
+if "imports" in sys.argv:
+    from mpi4py import MPI
+else:
+    library = os.path.dirname(shutil.which("mpirun")) + "/../lib/libmpi.so.40"
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL).MPI_Init(None, None)
+if "joins" in sys.argv:
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("argument", ["", "joins", "imports"])
+def test_a_library_that_starts_mpi(here, argument):
+    """A library that starts MPI without mpi4py is rank 0 of 1 in it: a line says so, with its fix."""
+    done = here.run(*WAYS["mpiddp"], here.script(LIBRARY), argument).assert_ok()
+    fix = "mpiddp launch, and in the script before it: from mpi4py import MPI"
+    assert done.fixes == [fix] * (argument != "imports"), done.stderr
+    assert ("libmpi.so.40) without mpi4py, so each rank is rank 0 of 1 in it." in done.stderr) is bool(done.fixes)
+
+
 STARTS_MPI = """
 import os, subprocess, sys
 if "imports" in sys.argv:

@@ -10,9 +10,8 @@ _TEXT = re.compile(
     re.DOTALL,
 )
 _OWN = re.compile(r"this process has ([\d.]+ \w+) memory in use")
-_OTHER = re.compile(r"Process (\d+) has ([\d.]+ \w+) memory in use")
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_NAMED = 2  # other processes, those that hold most
+_OTHER = re.compile(r"Process (\d+) has ([\d.]+) (bytes|[KMG]iB) memory in use")
+_UNITS, _NAMED = ("bytes", "KiB", "MiB", "GiB"), 2  # other processes, those that hold most
 
 
 def shortened(text: str) -> str:
@@ -25,15 +24,9 @@ def _short(match: re.Match[str]) -> str:
 
     asked, gpu, total, free, rest, _ = match.groups()
     holders = [f"this process holds {amount}" for amount in _OWN.findall(rest)]
-    others = sorted(_OTHER.findall(rest), key=lambda holder: _bytes(holder[1]), reverse=True)
-    for pid, size in others[:_NAMED]:
+    others = sorted(_OTHER.findall(rest), key=lambda row: (_UNITS.index(row[2]), float(row[1])), reverse=True)
+    for pid, size, unit in others[:_NAMED]:
         user, command = who(pid)
-        holders.append(f"pid {pid}{f' of {user} ({command})' * bool(user)} {size}")
-    if more := [_bytes(size) for _, size in others[_NAMED:]]:
-        holders.append(f"{len(more)} more {sum(more) / _UNITS['GiB']:.2f} GiB")
+        holders.append(f"pid {pid}{f' of {user} ({command})' * bool(user)} {size} {unit}")
+    holders += [f"{len(others) - _NAMED} more"] * (len(others) > _NAMED)
     return f"{asked}: GPU {gpu} has {free} of {total} free; {', '.join(holders)}."
-
-
-def _bytes(size: str) -> float:
-    number, _, unit = size.partition(" ")
-    return float(number) * _UNITS.get(unit, 1)

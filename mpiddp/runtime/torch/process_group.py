@@ -64,7 +64,10 @@ def process_group(
         is_gloo = backend == "gloo"
         if not is_gloo:  # before NCCL starts, or every rank opens a context on GPU 0
             torch.accelerator.set_device_index(device)
-        with _loopback_on_one_host(world):
+        # gloo would use the address to which the host's own name leads, also for a group of one host.
+        needs_lo = world.num_nodes == 1 and _GLOO_INTERFACE not in os.environ
+        os.environ |= {_GLOO_INTERFACE: "lo"} if needs_lo else {}
+        try:
             dist.init_process_group(
                 backend,
                 store=store_of_group(coordinator, timeout_s),
@@ -73,6 +76,9 @@ def process_group(
                 timeout=timedelta(seconds=timeout_s),
                 device_id=None if is_gloo else device,
             )
+        finally:
+            if needs_lo:
+                del os.environ[_GLOO_INTERFACE]
         destroys = True
         try:
             if is_gloo:
@@ -89,19 +95,6 @@ def process_group(
                 if is_gloo:
                     await_gloo()
                 dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _loopback_on_one_host(world: World) -> Iterator[None]:
-    """Let gloo use the loopback for a group of one host, whatever the host's own name leads to."""
-    is_set = world.num_nodes == 1 and _GLOO_INTERFACE not in os.environ
-    if is_set:
-        os.environ[_GLOO_INTERFACE] = "lo"
-    try:
-        yield
-    finally:
-        if is_set:
-            del os.environ[_GLOO_INTERFACE]
 
 
 def init(*, backend: str | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
