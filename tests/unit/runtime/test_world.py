@@ -11,7 +11,7 @@ from mpiddp.protocol.variables import LAUNCHER, RUN_ID
 from mpiddp.runtime import gpu
 from mpiddp.runtime.program import command_environment
 from mpiddp.runtime.reports import announce
-from mpiddp.world import RANK_SOURCES, World, is_rank, likely_ranks
+from mpiddp.world import RANK_SOURCES, World, is_rank, leave_launchers, likely_ranks
 
 Env = dict[str, str]
 
@@ -177,6 +177,18 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher):
     world = World.from_env(env)  # its GPU may be the only one that it sees
     assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (5, 1, True)
     assert World.from_env(env | {LAUNCHER: launcher.name}).launcher.name == launcher.name
+
+
+def test_new_ranks_get_no_variables_of_ranks():
+    """Those of the job and a user's settings stay."""
+    stay = (
+        "OMPI_MCA_btl OMPI_ALLOW_RUN_AS_ROOT PMIX_MCA_gds I_MPI_FABRICS SLURM_JOB_ID SLURM_NTASKS FLUX_URI ROLE_NAMES"
+    )
+    go = "OMPI_FILE_LOCATION PMIX_RANK PRTE_LAUNCHED HYDI_CONTROL_FD PMI_FD MPI_LOCALNRANKS JSM_X PALS_NODEID"
+    go += " TORCHELASTIC_MAX_RESTARTS GROUP_RANK ROLE_NAME SLURM_STEP_NODELIST SLURM_SRUN_COMM_PORT RANK"
+    env = dict.fromkeys([*stay.split(), *go.split()], "1")
+    leave_launchers(env)
+    assert [*env] == stay.split()
 
 
 @pytest.mark.parametrize("arguments", [["x" * 100_000] * 6, "--resume last", ["a\0"]])
