@@ -249,7 +249,7 @@ def _others() -> dict[str, str]:
 def _kept() -> dict[str, list[str]]:
     """The variables that stay on their host, by the reason."""
     return {
-        "A login or a host sets its own": expanded(environment._OF_A_HOST.pattern),
+        "A login or a host sets its own": expanded(environment.OF_A_HOST.pattern),
         "They number the GPUs of one host": [*gpus.VISIBLE],
         **{
             f"{row.name} sets them in its jobs, for one host": expanded(row.sets)

@@ -29,7 +29,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     program = needs["program"]
     if os.sep in program:  # relative to the working folder
         program = str(Path(needs["folder"], program))
-    version = program_version(needs["mpirun"], os.environ)
+    version, image = program_version(needs["mpirun"], os.environ), needs["image"]
     packages = [os.path.join(needs["folder"], folder) for folder in needs["packages"]]
     script = os.path.join(needs["folder"], needs["script"])
     paths = (os.path.join(needs["folder"], "."), script, *[program] * (os.sep in program))
@@ -43,8 +43,10 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "machine": machine("net", "pid"),  # containers of one machine differ in their pids
         "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
-        "torch": package_version("torch", packages),
-        "mpi4py": package_version("mpi4py", packages),
+        "image": tool_output(image[0], image[1:], path, VERSION_S, stderr=subprocess.STDOUT) if image else "",
+        # The packages of an image are its own.
+        "torch": None if image else package_version("torch", packages),
+        "mpi4py": None if image else package_version("mpi4py", packages),
         "gpus": read_health(path),
         "interfaces": [interface._asdict() for interface in interfaces()],
         "address": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2],

@@ -99,9 +99,10 @@ def room_for(most: int) -> int:
     return started
 
 
-def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
-    """The pids and names of the running descendants of `ancestor`, without those of `but`.
+def descendants(ancestor: int, but: Collection[int] = (), spared: str = "") -> dict[int, str]:
+    """The pids and names of the running descendants of `ancestor`.
 
+    Those of `but`, and those with the name `spared`, are left out, with all that they have started.
     They include orphans that it has adopted.
     """
     children: dict[int, list[tuple[int, str]]] = defaultdict(list)
@@ -118,7 +119,8 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
                 state, parent = tail.split()[:2]
                 if state != b"Z":
                     name = os.fsdecode(head.partition(b"(")[2])
-                    children[int(parent)].append((int(entry.name), name))
+                    if name != spared:
+                        children[int(parent)].append((int(entry.name), name))
     below = [*children[ancestor]]
     for pid, _ in below:
         below += children[pid]

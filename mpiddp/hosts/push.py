@@ -34,6 +34,7 @@ from mpiddp.arguments import Option, whole
 from mpiddp.errors import DONE, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts import pushed
 from mpiddp.hosts.complaints import Answer, failure_of, ssh_complaint
+from mpiddp.hosts.containers import Image
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts, program_that_prints
@@ -85,6 +86,12 @@ OPTIONS = [
     Option("folders", value="FOLDER", nargs="*", default=[], help=_FOLDERS),
     Option("--leave-out", value="NAME", parse=_entry, repeats=True, help=_LEAVE_OUT),
     Option("--min-hosts", value="H", parse=whole(1), help=_GOES_ON),
+    Option(
+        "--image",
+        value="IMAGE",
+        parse=Image.of,
+        help="push the image of a container, and folders only if they are named",
+    ),
 ]
 
 

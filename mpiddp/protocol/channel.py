@@ -64,9 +64,10 @@ VIEWS = (VIEW_JOB, VIEW_STACKS) = ("view_job", "view_stacks")  # the questions o
 VIEWED_AT = "job"  # the socket for viewers, in a folder of its own
 NAMED_AT = "name"  # the file with the job's name, in the same folder
 STREAMS = {1: "stdout", 2: "stderr"}
-# The names of a rank's agent, of a Python that waits for the next attempt, and of the process that serves
-# torch's store. The kernel keeps 15 characters.
+# The names of a rank's agent, of a Python that waits for the next attempt, of the process that serves torch's
+# store, and of one that ends a container. The kernel keeps 15 characters.
 AGENT_NAME, SPARE_NAME, STORE_NAME = "mpiddp-agent", "mpiddp-spare", "mpiddp-store"
+REMOVER_NAME = "mpiddp-remover"
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 # The errors of a line that is not a message, and of a wrong address.

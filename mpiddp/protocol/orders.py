@@ -32,6 +32,8 @@ class Orders(NamedTuple):
     exported: Sequence[str] = ()  # the names of the variables that the user has given with -x
     variables: Mapping[str, str] = MappingProxyType({})  # more variables, of this attempt alone
     args: Sequence[str] = ()  # the last arguments of the program
+    image: str | None = None  # in which the program runs, "docker://NAME"
+    mounts: Sequence[str] = ()  # the folders of the host that a container gets, beside the working folder
 
     def packed(self) -> str:
         """The orders as JSON, without the defaults; "" if these are all."""

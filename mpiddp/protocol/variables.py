@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 ORDERS, JOB = "MPIDDP_ORDERS", "MPIDDP_JOB"
@@ -17,6 +18,13 @@ MAX_RESTARTS, PREFIX = "MPIDDP_MAX_RESTARTS", "MPIDDP_PREFIX"
 LOG_DIR, LOG_TO = "MPIDDP_LOG_DIR", "MPIDDP_LOG_TO"
 OBSERVER, DRILL = "MPIDDP_OBSERVER", "MPIDDP_DRILL"
 NO_PATCHES, PROGRAM = "MPIDDP_NO_PATCHES", "MPIDDP_PROGRAM"
+
+# Variables that a login or a host sets for itself, and the paths of this Python.
+OF_A_HOST = re.compile(
+    "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TMPDIR|TMP|TEMP|TZ|LANG|LANGUAGE|_)$"
+    "|(HOST|HOSTNAME|DISPLAY|XAUTHORITY|KRB5CCNAME|PYTHON(HOME|EXECUTABLE|PLATLIBDIR|STARTUP))$"
+    "|LC_|SSH_|XDG_|DBUS_"
+)
 
 JOIN_TIMEOUT_S = 60.0  # in which all ranks join, unless the user says otherwise
 SAVE_GRACE_S = 600.0  # for a rank to end while it saves

@@ -78,6 +78,7 @@ class Child:
         self._kills_before: processes.OomKills | None = None
         self.has_begun = False  # its Python has been told to run the script
         self._arguments = b""  # of its process, once it has begun
+        self._remover: subprocess.Popen[bytes] | None = None  # of its container, if it has one
 
     @property
     def runs(self) -> bool:
@@ -91,6 +92,7 @@ class Child:
         launcher = self._rank.world.launcher.name
         if self.is_command:
             env = command_environment(variables, launcher, self._rank.orders.exported)
+            argv = self._contained(argv, env)
         else:
             env = script_environment(variables, launcher, self._rank.orders.exported)
             argv = [*self._rank.python, "-c", _START, str(theirs.fileno()), program.kind, *argv]
@@ -125,6 +127,20 @@ class Child:
         _running[self.pid] = self
         for number in tuple(self.passed):  # signals that came before the command
             self.pass_on(number)
+
+    def _contained(self, argv: list[str], env: Mapping[str, str]) -> list[str]:
+        """The command in a container of the job's image, if it has one."""
+        orders = self._rank.orders
+        if not orders.image:
+            return argv
+        from mpiddp.hosts.containers import Image, container_of  # most jobs have none
+
+        image = Image.of(orders.image)
+        name = f"mpiddp-{os.urandom(8).hex()}-{self._rank.world.rank}"
+        if (remover := image.remover(name)) is not None:
+            self._remover = remover
+            self.others.add(remover.pid)
+        return image.command(container_of(name, orders.mounts, env, orders.exported), argv)
 
     def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:
         """Start the Python of the next attempt. It imports torch, after packages of the script."""
@@ -282,6 +298,7 @@ class Child:
 
         The processes that clean up after others come last: they remove shared memory, and end by themselves.
         """
+        has_succeeded = self.status == DONE
         left = processes.end_all(lambda: [*filterfalse(_cleans_up, self._alive())], grace_s=grace_s)
         deadline = time.monotonic() + _HELPERS_S
         while self._alive() and not left and time.monotonic() < deadline:
@@ -290,6 +307,11 @@ class Child:
             for stream in self.outputs:
                 stream.source.close()
         reap()
+        if self._remover is not None and self._remover.stdin:
+            if has_succeeded:  # and its container has ended with it
+                self._remover.kill()
+            self._remover.stdin.close()
+            self._remover.wait()
 
 
 def _cleans_up(pid: int) -> bool:

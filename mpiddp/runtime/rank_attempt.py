@@ -153,7 +153,8 @@ class RankAttempt:
         problem: UserError | JobFailed | None = None
         try:
             prepare(world)
-            rank.program.check()
+            if not rank.orders.image:  # which has the program
+                rank.program.check()
             if world.rank == 0 and not child.is_command:
                 sinks.require(os.environ)
             if not (child.is_command or child.runs):

@@ -25,7 +25,7 @@ from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import TWO_GPUS, executable, reserved, tool
 from tests.support.place import MPIS, every_mpi, every_mpi_on_hosts, program
-from tests.support.ranks import ROOT, TORCH, mpirun_command
+from tests.support.ranks import ROOT, mpirun_command
 
 GOLDEN = ROOT / "tests" / "data" / "command_lines.txt"
 
@@ -97,6 +97,7 @@ def test_the_options_of_a_hostfile(hosts):
             "--env-file {program}",
             "--report x",
             "--push",
+            "--image {program}.sif",
         ),
         *("-x LD_PRELOAD=x.so", "-x NCCL_NET_PLUGIN=x", "-x NCCL_DEBUG_FILE=x", "-x UCX_TLS=/x"),
     ],
@@ -305,24 +306,6 @@ def test_the_variables_of_a_command(here, mpi):
     assert sorted(line for line in done.lines if "shown" in line) == ["shown 0 2 0", "shown 1 2 1"]
     assert re.findall(OF_MPI, done.stdout, re.MULTILINE) == []
     assert "MPIDDP_ORDERS" not in done.stdout
-
-
-# They are for the rank, or for the launcher; the path of the error file is one of the host.
-NOT_FOR_CONTAINERS = {
-    *("MPIDDP_JOB", "MPIDDP_NETWORKS", "MPIDDP_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
-    *("MPIDDP_LOG_RANKS", "MPIDDP_PREFIX"),
-}
-
-
-def test_the_page_on_containers_names_them(here):
-    """docs/containers.md names every variable that Docker must pass on to a rank."""
-    page = (ROOT / "docs" / "containers.md").read_text()
-    named = set(page.partition("printf '%s\\n' ")[2].partition(" > rank.env")[0].split())
-    done = here.run("launch", "-n", "1", "--", "env").assert_ok()
-    found = set(re.findall(r"^(\w+)=", done.stdout, re.MULTILINE))
-    ours = {name for name in found if name.startswith(OF_RANKS) or name in TORCH}
-    assert ours - named <= NOT_FOR_CONTAINERS
-    assert {"MPIDDP_RUN_DIR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} <= named
 
 
 def test_the_gpus_of_each_host(hosts):

@@ -21,16 +21,10 @@ from mpiddp.hosts.gpus import for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.transport import Transport
-from mpiddp.protocol.variables import JOB, PRIVATE
+from mpiddp.protocol.variables import JOB, OF_A_HOST, PRIVATE
 
 LEFT_OUT = "…"  # stands for a value that is never printed
 
-# Variables that a login or a host sets for itself, and the paths of this Python.
-_OF_A_HOST = re.compile(
-    "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TMPDIR|TMP|TEMP|TZ|LANG|LANGUAGE|_)$"
-    "|(HOST|HOSTNAME|DISPLAY|XAUTHORITY|KRB5CCNAME|PYTHON(HOME|EXECUTABLE|PLATLIBDIR|STARTUP))$"
-    "|LC_|SSH_|XDG_|DBUS_"
-)
 # Settings of an MPI, which its mpirun may read.
 _OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
 _OF_A_JOB = re.compile(f"({'|'.join(row.ids for row in SCHEDULERS)})$")
@@ -64,7 +58,7 @@ class Environment(NamedTuple):
 
         Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
         """
-        places = [_OF_A_HOST, *_of_schedulers(self.shell)]
+        places = [OF_A_HOST, *_of_schedulers(self.shell)]
         forwarded = {
             name: value
             for name, value in self.shell.items()
@@ -94,7 +88,7 @@ def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
     Hydra sends its whole environment to the hosts in clear text, and the ranks on mpirun's own host inherit
     it under any MPI. If a scheduler's program reaches the hosts, it needs the scheduler's variables.
     """
-    needed = [_OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else _of_schedulers(env))]
+    needed = [OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else _of_schedulers(env))]
     return {
         name: value for name, value in env.items() if name in _TO_START or any(place.match(name) for place in needed)
     }

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from mpiddp.arguments import OURS
 from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.hosts.containers import Image, job_in_image
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, chosen_gpus, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, without
@@ -124,6 +125,7 @@ def _plan(options: LaunchOptions, environment: Environment, starter: Starter, pa
     placed = place(chosen, checked.gpus, starter, options, environment, past, wanted)
     is_agent = options.job[:3] == ("-m", "mpiddp", "run")
     job = options.job[3:] if is_agent else options.job
+    job = job_in_image(job) if options.image else job
     request = Request(
         hosts=placed,
         job=(str(PYTHON), *OURS, "run", *job),
@@ -224,7 +226,7 @@ def run_preflight(
 ) -> Checked:
     """The facts and the faults of each host that takes ranks; nothing if no preflight runs."""
     kind, env = options.job[0], {**environment.shell, **environment.chosen}
-    is_alone = not other_hosts(named.usable)
+    is_alone = not (other_hosts(named.usable) or options.image)
     uses_gpus = options.backend != "gloo" and not hides_all_gpus(env)
     is_off = options.dry_run or not options.check
     if is_off or (is_alone and not uses_gpus):
@@ -234,6 +236,7 @@ def run_preflight(
         if gpus is None:
             return Checked(complaints={host: NO_ANSWER.format(name=host.name)})
         return check_gpus(Checked(gpus={host: gpus}), environment)
+    image = Image.of(options.image) if options.image else None
     interface = requested_network(options.interface)[1] if options.interface else ()
     needs = {
         "python": str(PYTHON),
@@ -244,7 +247,9 @@ def run_preflight(
         "path": env.get("PATH", os.defpath),  # of the ranks
         "packages": python_path(env),  # the folders of their PYTHONPATH
         "interface": ",".join(interface),  # names, addresses or networks
-        "program": options.job[1] if kind == "--" else "",  # by its path or on `path`
+        # By its path or on `path`.
+        "program": image.program if image else options.job[1] if kind == "--" else "",
+        "image": image.facts if image else (),
         "script": "" if kind in ("--", "-m") else kind,
         "uses_gpus": uses_gpus,
     }
@@ -284,7 +289,8 @@ def _ours(options: LaunchOptions, starter: Starter, request: Request) -> dict[st
         variables.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         variables.LOG_DIR: options.log_dir,
         variables.LOG_TO: shlex.join(options.log_to),
-        variables.ORDERS: Orders(exported=tuple(chosen)).packed(),  # for a command of --dry-run
+        # For a command of --dry-run.
+        variables.ORDERS: Orders(exported=tuple(chosen), image=options.image, mounts=options.mounts).packed(),
         "MASTER_ADDR": options.master_addr,
     }
     return {name: value for name, value in ours.items() if value}

@@ -17,6 +17,7 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, common, duration, option, options_of, shell_command, shell_words, whole
 from mpiddp.errors import UserError
+from mpiddp.hosts.containers import Image, folder
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.transport import SSH
 from mpiddp.hosts.where import named_hosts, refuse_both
@@ -91,6 +92,10 @@ class LaunchOptions:
     bind: str = option("--bind", choices=("none", "numa", "core"), default="none",
         help="bind each rank to nothing, a NUMA node, or a core (default: none)")
     mpirun: str | None = option("--mpirun", group="how", value="PATH", help="mpirun of the MPI to use (mpi4py takes its library, too)")
+    image: str | None = option("--image", by_hostfile=True, value="IMAGE", parse=lambda text: str(Image.of(text)),
+        help="run each rank in a container: an image of docker or podman, a file .sif or .sqsh, or podman://IMAGE")
+    mounts: tuple[str, ...] = option("--mount", value="FOLDER", parse=folder, repeats=True,
+        help="a folder of the host that the container gets, beside the working folder (repeatable)")
     master_addr: str | None = option("--master-addr", by_hostfile=True, value="ADDR",
         help="rank 0's address, as the other ranks reach it")
     interface: str | None = common("--interface", by_hostfile=True, value="NAME",
@@ -239,6 +244,8 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     if job[:3] == ("-m", "mpiddp", "train"):
         backends = re.findall(r"(?<=\s)--backend[=\s](\S+)", " ".join(job))
         values["backend"] = ["auto", *backends][-1]
+    if values["mounts"] and not values["image"]:
+        raise UserError("--mount needs an image.", fix="--image IMAGE")
     prefix = values["prefix"] = os.environ.get(variables.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{variables.PREFIX}={shown(prefix)}: expected auto, always or never.")
@@ -254,13 +261,14 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     return LaunchOptions(job, **values)
 
 
-# A hostfile may choose these: networks, time limits, and hosts to leave out. It may also set variables of the
-# libraries that use the network. Some of these name a file to load or to write, and a value with "/" may.
+# A hostfile may choose these: networks, time limits, hosts to leave out, and an image that each host's runtime
+# already keeps for this user: a file could be a colleague's. It may also set variables of the libraries that use
+# the network. Some of these name a file to load or to write, and a value with "/" may.
 BY_HOSTFILE = tuple(name for name, row in options_of(LaunchOptions).items() if row.metadata["by_hostfile"])
 _OF_A_NETWORK = re.compile(r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII)
 _OF_A_CLUSTER = (
-    "a hostfile may only choose networks, time limits, hosts to leave out, and variables of NCCL, gloo and "
-    "UCX without a path"
+    "a hostfile may only choose networks, time limits, hosts to leave out, an image that is no file, and "
+    "variables of NCCL, gloo and UCX without a path"
 )
 
 
@@ -281,6 +289,7 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
             values.settings |= parse_exports(exports, os.environ)
             variables = [text for text in exports if not _OF_A_NETWORK.fullmatch(text)]
             others += [f"-x {text.partition('=')[0]}" for text in variables]
+            others += [values.image] if values.image and Image.of(values.image).is_file else []
             if others:
                 raise UserError(f"{shown(others[0])}: {_OF_A_CLUSTER}.")
         except (UserError, argparse.ArgumentTypeError) as error:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names, processes
 from mpiddp.hosts.complaints import Answer, ssh_line
+from mpiddp.hosts.containers import PRESENT
 from mpiddp.hosts.gpu_faults import faults, in_use
 from mpiddp.hosts.gpu_faults import notes as notes_on
 from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus
@@ -33,7 +34,7 @@ from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.launch.plan.environment import Environment
-from mpiddp.text import all_of, differences, duration, listed, with_fix
+from mpiddp.text import all_of, differences, duration, escaped, listed, with_fix
 
 PAUSE_S = 1.0  # between two attempts to reach a host
 LEAST_START_S, LONGEST_START_S = 3.0, 60.0  # for a program to start on all hosts
@@ -65,6 +66,7 @@ class HostInfo:
     address: str = ""  # of this host, to which ssh has connected
     machine: str = ""  # equal for two names of one machine; "" if it is not known
     hostname: str = ""  # its own name
+    image: str | None = ""  # what its runtime says of the image, None without an answer
 
     @classmethod
     def of_json(cls, host: Host, fields: dict[str, Any]) -> HostInfo:
@@ -235,6 +237,13 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
     if not info.has_program:
         where = "missing or not executable" if os.sep in program else "not on PATH"
         return with_fix(f"{name}: {program} is {where}.", "install it on every host")
+    if image := [*needs["image"]][-1:]:
+        fix = f"mpiddp hosts push HOSTFILE --image {image[0]}"
+        said = (info.image or f"no answer of {program}").strip()
+        if not said.startswith(PRESENT):
+            return with_fix(f"{name}: {image[0]}: {escaped(said.splitlines()[-1])}", fix)
+        if info.image != first.image:
+            return with_fix(f"{image[0]} is another image on {first.host.name} than on {name}.", fix)
     if not info.has_script:
         return with_fix(f"{name}: {needs['script']} is missing.", _PUSH)
     if info.gpus is None and needs["uses_gpus"]:

@@ -122,7 +122,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
         folder = stack.enter_context(private.own_folder(os.environ))
         selector = stack.enter_context(TimedSelector())
         # A container may have a /tmp of its own, without this launcher's socket.
-        has_path = not (others or options.job[0] == "--")
+        has_path = not (others or options.image or options.job[0] == "--")
         where = folder / "control" if has_path else request.control_address
         server = ControlServer(listen(where), world_size, selector, lost_s=max(LEAST_SILENCE_S, options.lost_s))
         stack.callback(server.close)

@@ -18,7 +18,7 @@ from mpiddp.errors import JobFailed, cause_of
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.processes import adopt_orphans, descendants, end_with_parent, signal_all
 from mpiddp.launch.plan.command import Command, Starter
-from mpiddp.protocol.channel import AGENT_NAME
+from mpiddp.protocol.channel import AGENT_NAME, REMOVER_NAME
 
 
 class MpirunProcess:
@@ -81,9 +81,10 @@ class MpirunProcess:
     def left(self, *, agents: bool = False) -> list[int]:
         """The pids of the job here, without the ranks' agents or only these: they may still send output.
 
-        A process in the session of this one is no part of the job: a login that asks a host, for example.
+        A process in the session of this one is no part of the job: a login that asks a host, for example. One
+        that ends a container ends by itself.
         """
-        processes, left = descendants(os.getpid(), but=self._strangers), []
+        processes, left = descendants(os.getpid(), but=self._strangers, spared=REMOVER_NAME), []
         for pid, name in processes.items():
             with suppress(ProcessLookupError):
                 if (name == AGENT_NAME) is agents and os.getsid(pid) != os.getsid(0):

@@ -17,6 +17,7 @@ PACKAGES = (
     "iproute2",  # ip: veth pairs, bridge, addresses
     "rsync",  # a push of large files
     "nftables",  # nft, a firewall
+    *("podman", "runc"),  # containers
     "locales",  # the character sets of other locales
     *("fish", "tcsh"),  # login shells of other kinds
     # unshare, nsenter, setpriv, setsid and script are util-linux, which every Debian has.

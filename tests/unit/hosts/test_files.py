@@ -128,7 +128,7 @@ def test_the_program_needs_only_the_standard_library(tmp_path):
     packages = tmp_path / "of PYTHONPATH/mpi4py-4.0.dist-info"
     packages.mkdir(parents=True)
     (packages / "METADATA").write_text("Name: mpi4py\nVersion: 4.0\n")
-    needs = {"mpirun": "/nowhere/mpirun", "daemon": "/bin/sh", "program": "", "script": ""}
+    needs = {"mpirun": "/nowhere/mpirun", "daemon": "/bin/sh", "program": "", "script": "", "image": ()}
     needs |= {"folder": str(tmp_path), "path": "", "packages": [packages.parent.name]}
     program = program_that_prints(TRAVELLING, f"host_info({needs!a})")
     done = run_bare(program, tmp_path)

@@ -25,6 +25,7 @@ NEEDS = {
     "interface": "",
     "program": "",
     "script": "",
+    "image": (),
     "uses_gpus": True,
 }
 ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")

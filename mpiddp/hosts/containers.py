@@ -1,0 +1,167 @@
+"""The runtimes of containers: the image of --image comes in, and the command of a rank in it goes out.
+
+A rank's container shares the network, the memory and the processes of its host, so ranks meet, signals arrive,
+and what a job leaves is found, as without an image. To add a runtime, add a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import NamedTuple
+
+from mpiddp.protocol.channel import REMOVER_NAME
+from mpiddp.protocol.variables import JOB, OF_A_HOST
+from mpiddp.text import shown
+
+_NVIDIA, _AMD, _INFINIBAND = "/dev/nvidiactl", "/dev/kfd", "/dev/infiniband"
+# An image has its own programs and packages.
+_OF_PROGRAMS = re.compile("(PATH|PYTHONPATH|LD_.*|VIRTUAL_ENV|CONDA_.*|MPI4PY_LIBMPI)$")
+# A copy of an image keeps this, but not always its id.
+_FACTS = ("image", "inspect", "--format=image={{.RootFS.Layers}}{{.Config.Env}}{{.Config.Entrypoint}}")
+PRESENT = "image="  # begins what tells an image from another one; any other text says why it is missing
+# A launcher that ends its job spares this shell by its name. It may kill the container at the same time.
+_REMOVE = 'printf "$0" >/proc/self/comm; read -r _; "$@" || { sleep 1; "$@"; }'
+
+
+class Container(NamedTuple):
+    """The container of a rank. `variables` are the names of those that it gets from the runtime's process."""
+
+    name: str
+    folder: str
+    mounts: Sequence[str]
+    variables: Sequence[str]
+
+
+class Runtime(NamedTuple):
+    """A program that runs containers."""
+
+    run: Callable[[Container], Iterator[str]]  # its arguments before the image
+    suffix: str = ""  # of images that are files; "" if it keeps images itself
+    remove: Sequence[str] = ()  # its arguments that end a container, which may outlive this program
+    enter: Sequence[str] = ()  # the beginning of the command in the container, before its folder
+
+
+def _oci(container: Container, gpus: str) -> Iterator[str]:
+    """The options that Docker and Podman share: the rank has the user, the limits and the devices of its host."""
+    yield from ("run", "--rm", "--interactive", "--pull=never", "--security-opt=label=disable")
+    yield from ("--network=host", "--ipc=host", "--pid=host")
+    yield from (f"--name={container.name}", f"--user={os.getuid()}:{os.getgid()}", f"--workdir={container.folder}")
+    yield from (f"--volume={path}:{path}" for path in container.mounts)
+    yield from (f"--env={name}" for name in container.variables)
+    if os.getuid():  # whose home folder in the image is "/", if it has one
+        yield from ("--env=HOME=/tmp", "--env=USER")
+    if os.path.exists(_NVIDIA):  # noqa: PTH110
+        yield gpus
+    yield from (f"--device={path}" for path in (_AMD, "/dev/dri", _INFINIBAND) if Path(path).exists())
+
+
+def _docker(container: Container) -> Iterator[str]:
+    yield from _oci(container, "--gpus=all")
+    yield from (f"--group-add={group}" for group in os.getgroups())
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]  # a container of Podman inherits it
+    yield f"--ulimit=memlock={limit}:{limit}"
+
+
+def _podman(container: Container) -> Iterator[str]:
+    yield from _oci(container, "--device=nvidia.com/gpu=all")
+    if os.getuid():
+        yield "--userns=keep-id"
+
+
+def _apptainer(container: Container) -> Iterator[str]:
+    yield from ("exec", f"--pwd={container.folder}", *(f"--bind={path}" for path in container.mounts))
+    yield from (flag for device, flag in ((_NVIDIA, "--nv"), (_AMD, "--rocm")) if Path(device).exists())
+
+
+def _enroot(container: Container) -> Iterator[str]:
+    yield from ("start", "--rw", *(f"--mount={path}:{path}" for path in container.mounts))
+    yield from (f"--env={name}" for name in container.variables)
+
+
+RUNTIMES: Mapping[str, Runtime] = {
+    # https://docs.docker.com/reference/cli/docker/container/run/
+    "docker": Runtime(_docker, remove=("rm", "--force")),
+    # podman-run(1)
+    "podman": Runtime(_podman, remove=("rm", "--force", "--time=0", "--ignore")),
+    # https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
+    "apptainer": Runtime(_apptainer, ".sif"),
+    # https://github.com/NVIDIA/enroot/blob/master/doc/cmd/start.md
+    "enroot": Runtime(_enroot, ".sqsh", enter=("sh", "-c", 'cd "$0" && exec "$@"')),
+}
+
+
+class Image(NamedTuple):
+    """An image, and the program that runs it."""
+
+    program: str
+    name: str  # or the path of a file
+
+    def __str__(self) -> str:
+        return f"{self.program}://{self.name}"
+
+    @classmethod
+    def of(cls, text: str) -> Image:
+        """The image of `PROGRAM://NAME`, of a file, or of a name that the first program of this host gets."""
+        program, has_program, name = text.rpartition("://")
+        by_suffix = [program for program, row in RUNTIMES.items() if row.suffix and name.endswith(row.suffix)]
+        kept = [program for program, row in RUNTIMES.items() if not row.suffix and shutil.which(program)]
+        program = program or [*by_suffix, *kept, ""][0]
+        if program not in RUNTIMES or not name or name.startswith("-"):
+            known = ", ".join(f"{program}://…" for program in RUNTIMES)
+            why = "is no image" if has_program or kept else "needs docker or podman, which are not installed here"
+            raise argparse.ArgumentTypeError(f"{shown(text)} {why}; expected an image or {known}")
+        return cls(program, os.path.abspath(name) if RUNTIMES[program].suffix else name)  # noqa: PTH100
+
+    @property
+    def is_file(self) -> bool:
+        return bool(RUNTIMES[self.program].suffix)
+
+    @property
+    def facts(self) -> list[str]:
+        """The command that prints what tells it from another image, after PRESENT, or an error where it is missing."""
+        return ["stat", "--format=image=%s", self.name] if self.is_file else [self.program, *_FACTS, self.name]
+
+    def command(self, container: Container, argv: Sequence[str]) -> list[str]:
+        """The command that runs `argv` in this container."""
+        enter = RUNTIMES[self.program].enter
+        inside = [*enter, *([container.folder] if enter else ()), *argv]
+        return [self.program, *RUNTIMES[self.program].run(container), self.name, *inside]
+
+    def remover(self, container: str) -> subprocess.Popen[bytes] | None:
+        """A process that ends this container once its stdin ends, as with this process; None if none is needed.
+
+        Docker and Podman make a container the child of a daemon, which outlives a killed `docker run`.
+        """
+        if not (remove := RUNTIMES[self.program].remove):
+            return None
+        command = ["sh", "-c", _REMOVE, REMOVER_NAME, self.program, *remove, container]
+        env = {name: value for name, value in os.environ.items() if name != JOB}  # by which a sweep would find it
+        return subprocess.Popen(command, env=env, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+
+
+def folder(text: str) -> str:
+    """A folder of --mount, which the container has at the same path."""
+    if not text.startswith("/") or ":" in text:
+        raise argparse.ArgumentTypeError(f'expected an absolute path without ":", not {shown(text)!r}')
+    return text
+
+
+def container_of(name: str, mounts: Sequence[str], env: Mapping[str, str], exported: Collection[str]) -> Container:
+    """The container of a rank that has the variables `env`, of which the user has named `exported`."""
+    passed = [name for name in env if name in exported or not (OF_A_HOST.match(name) or _OF_PROGRAMS.match(name))]
+    here = str(Path.cwd())
+    return Container(name, here, [here, *mounts], passed)
+
+
+def job_in_image(job: Sequence[str]) -> tuple[str, ...]:
+    """The command of a job (a script, -m and a module, or -- and a command) in an image."""
+    python = {"--": (), "-m": ("python3", "-u", "-m")}.get(job[0], ("python3", "-u", job[0]))
+    return ("--", *python, *job[1:])
