@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,6 +58,7 @@ class Host:
     # The numbers of the GPUs that its ranks use, or the names of MIG devices; None for all.
     gpus: tuple[int | str, ...] | None = None
     ranks: int = 0  # which `launch.plan.placement` sets
+    address: str = ""  # for ssh, if `name` stands for a login there, see `apart`
     listed: str = ""  # of this machine, for which mpirun gets another `name`: the name in the list
     line: int | None = field(default=None, compare=False)
 
@@ -69,7 +70,12 @@ class Host:
     @property
     def ssh_target(self) -> str:
         """The destination argument of ssh: `name`, or `user@name`."""
-        return f"{self.user}@{self.name}" if self.user else self.name
+        return f"{self.user}@{self.address or self.name}" if self.user else self.address or self.name
+
+    @property
+    def apart(self) -> Host:
+        """This host with a name of its own, as a container behind a port of a machine that is listed as well."""
+        return replace(self, name=f"{self.name}-{self.port or self.user}", address=self.name)
 
     @property
     def key(self) -> str:
@@ -257,15 +263,16 @@ def _value(where: str, key: str, text: str, token: str) -> Any:
 
 def _checked(hosts: Hosts) -> Hosts:
     """These hosts, if mpirun can tell them apart, and at least one takes a rank. Raises UserError."""
-    firsts = dict[str, Host]()
+    firsts, ports = dict[str, Host](), defaultdict[str, set[int | None]](set)
+    for host in hosts.hosts:
+        ports[host.key].add(host.port)
+    hosts = replace(hosts, hosts=tuple(h.apart if h.port and len(ports[h.key]) > 1 else h for h in hosts.hosts))
     for host in hosts.hosts:
         first = firsts.setdefault(host.key, host)
         if first is not host:
             problem, fix = "listed twice", f"write it once: {host.name}:N"
             if host.line is not None:
-                merges = (first.user, first.port) == (host.user, host.port)
-                problem = f"already on line {first.line}"
-                fix = "merge them into one slots= line" if merges else "give each login a Host in ~/.ssh/config"
+                problem, fix = f"already on line {first.line}", "merge them into one slots= line"
             raise UserError(f"{hosts.where(host)}: {host.name} is {problem}.", fix=fix)
     if not hosts.usable:
         raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start.", fix=EXAMPLE)

@@ -221,7 +221,7 @@ def ssh_config(hosts: Sequence[Host], transport: Transport = SSH, *, shares_jump
     """
     blocks = jump.shared() if shares_jumps else ""
     for host in hosts:
-        address = host.name if ":" in host.name else None
+        address = host.address or (host.name if ":" in host.name else None)
         settings = {"HostName": address, "User": host.user, "Port": host.port}
         if lines := "".join(f"  {key} {value}\n" for key, value in settings.items() if value):
             blocks += f"Host {host.alias}\n{lines}"

@@ -80,16 +80,12 @@ def named_hosts(hostfile: str | None, host_list: str | None, env: Mapping[str, s
         hosts = parse_host_list(host_list)
     else:
         hosts = find_allocation(env)
-    if hosts is not None:
-        _refuse_another_login(hosts)
-    return hosts and replace(hosts, transport=hosts.transport._replace(login_s=login_s))
+    return hosts and replace(_told_apart(hosts), transport=hosts.transport._replace(login_s=login_s))
 
 
-def _refuse_another_login(hosts: Hosts) -> None:
-    """Raise UserError if a host is this machine by its name, but not by its user or its port.
-
-    Ranks of this machine start without ssh, as this user. The port may be that of a container.
-    """
+def _told_apart(hosts: Hosts) -> Hosts:
+    """The hosts. One that is this machine by its name, but not by its user or its port, such as that of a
+    container, is another host: ranks of this machine start without ssh, as this user."""
     suspects = [host for host in hosts.hosts if host.user or host.port]
     resolve_all([host.name for host in suspects])
     own: set[str | int | None] = {None, 22}
@@ -99,10 +95,5 @@ def _refuse_another_login(hosts: Hosts) -> None:
         with suppress(OSError):  # not everybody may read it
             text = file.read_text("utf-8", errors="replace")
             own |= {*map(int, re.findall(r"(?mi)^\s*Port[ \t=]+(\d{1,5})\s*$", text))}
-    for host in suspects:
-        values = {"user": host.user, "port": host.port}.items()
-        wrong = " and ".join(f"{key}={value}" for key, value in values if value not in own)
-        if wrong and is_this_host(host.name):
-            is_here = f"{host.name} is this machine, where ranks start without ssh"
-            sentence = f"{hosts.where(host)}: {is_here}, so {wrong} would be ignored."
-            raise UserError(sentence, fix="remove it, or list a Host of ~/.ssh/config that has this login")
+    others = [host for host in suspects if not {host.user, host.port} <= own and is_this_host(host.name)]
+    return replace(hosts, hosts=tuple(host.apart if host in others else host for host in hosts.hosts))

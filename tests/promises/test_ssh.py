@@ -114,6 +114,23 @@ JUMP = (
     "Host gpu1\n  HostName 10.77.0.2\n  ProxyJump node2\n"
     "Host gpu2\n  HostName 127.0.0.1\n  HostKeyAlias node2\n  ProxyJump node2\n"
 )
+FORWARD = "ssh -M -S /run/forward -f -N -L 2201:node1:22 -L 2202:node2:22 node0"
+
+
+def test_hosts_behind_ports_of_one_machine(hosts):
+    """Hosts behind ports of one machine, as containers are, are different hosts, also if it is this one."""
+    node0, file, known = hosts["node0"], hosts.folder / "ports.txt", "/root/.ssh/known_hosts"
+    file.write_text("node0 slots=1\nlocalhost port=2201 slots=1\nlocalhost port=2202 slots=1\n")
+    keys = re.findall(r"(?m)^node([12]),\S+ (.*)$", node0.path(known).read_text())
+    of_ports = "".join(f"[localhost]:220{number} {key}\n" for number, key in keys)
+    forwards = shelled(node0, FORWARD, "ssh -S /run/forward -O exit node0")
+    with begins_with(node0, known, of_ports), forwards:
+        done = hosts.run("launch", "--hostfile", file, program("reduces.py")).assert_ok()
+        assert [(rank["host"], rank["sum"]) for rank in done.records] == [(name, 6) for name in hosts.hosts]
+        done = hosts.run("hosts", "run", "--hostfile", file, "--", "hostname").assert_ok()
+    assert sorted(done.lines) == ["localhost-2201: node1", "localhost-2202: node2", "node0: node0"]
+
+
 ONE_LOGIN = "MaxStartups 1:100:1\n"  # sshd drops others as long as one has not ended
 # A connection to node1's sshd that logs in for ever.
 HELD = "import socket; s = socket.create_connection(('node1', 22)); print(s.recv(3), flush=True); input()"
