@@ -156,9 +156,6 @@ class DeviceImages:
         self._reflected = F.pad(line, pad, mode="reflect")[0].long().to(device)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
-        return on_a_side_stream(self._batches(indices, epoch), self.device)
-
-    def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         draws = torch.zeros(self.num_images, 3, dtype=torch.int64)
         if self._augments:
             draws = self._draws(epoch)
@@ -478,9 +475,6 @@ class ImageFolder:
         self._order: list[list[Key]] = []  # the batches of the epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
-        return on_a_side_stream(self._batches(indices, epoch), self.device)
-
-    def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
         for images, labels, problems in self._loader:
             for problem in problems:

@@ -168,13 +168,11 @@ _OTHER_MODEL: dict[str, Any] = {"optimizer": "sgd", "lr": 0.4, "label_smoothing"
 _OTHER_OPTIMIZER: dict[str, dict[str, Any]] = {"adamw": {"lr": 1e-3, "weight_decay": 0.05}}
 
 
-def option_parser() -> argparse.ArgumentParser:
-    """The parser of every option."""
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options that the user has set. All others have their default, or None. Raises UserError."""
     parser = OneSentenceParser(
         prog="mpiddp train",
-        usage="%(prog)s [options]\n\n"
-        "  mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a\n"
-        "  mpiddp train --use-syn --arch resnet20 --steps-per-epoch 10",
+        usage="%(prog)s [options]",
         description="Train a ResNet: alone, as a rank of a job, or by -n or -H as a job of its own.",
         record=Config,
     )
@@ -183,12 +181,7 @@ def option_parser() -> argparse.ArgumentParser:
         if title := row.metadata["group"]:
             group = parser.add_argument_group(title)
         row.metadata["option"].add_to(group, dest=name, default=row.default)
-    return parser
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The options that the user has set. All others have their default, or None. Raises UserError."""
-    options = option_parser().parse_args(argv)
+    options = parser.parse_args(argv)
     sharded, is_ddp = f"--parallel {options.parallel}", options.parallel == "ddp"
     determinism, resumes = options.check_determinism, options.resume != "auto"
     for first, second, are_given in (

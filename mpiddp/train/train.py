@@ -206,7 +206,7 @@ class Training:
         for epoch in range(step // self.length, self.recipe.epochs):
             side, indices = self.side(epoch), self.sampler.indices(epoch, first=step % self.length)
             passes = [numbers for of_step in indices for numbers in of_step]
-            batches = self.data.train.batches(passes, epoch=epoch)
+            batches = datasets.on_a_side_stream(self.data.train.batches(passes, epoch=epoch), self.device)
             while step < (epoch + 1) * self.length:
                 began, lr = time.perf_counter(), self.learning_rate(step)
                 for group in self.optimizer.param_groups:
@@ -251,7 +251,7 @@ class Training:
         """Score the model on all images, each of which counts on one rank. A collective."""
         largest = max(self.recipe.batch_size, BATCH_PIXELS // self.data.image_size**2)
         numbers, beyond = parallel.share_of_rank(dataset.num_images, largest)
-        batches = dataset.batches(numbers, epoch=0)
+        batches = datasets.on_a_side_stream(dataset.batches(numbers, epoch=0), self.device)
         totals = torch.zeros(4, dtype=torch.float64, device=self.device)
         with parallel.scored_weights(self.model, self.changed_to_score()), self.autocast():
             for (images, labels), is_beyond in zip(batches, beyond, strict=True):

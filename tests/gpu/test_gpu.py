@@ -23,7 +23,7 @@ from mpiddp.bench.measured_jobs import read_results
 from mpiddp.hosts.gpu_faults import faults, notes, wrong_here
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import read_gpus
-from mpiddp.train.data import DeviceImages, ImageFolder, Opening
+from mpiddp.train.data import DeviceImages, ImageFolder, Opening, on_a_side_stream
 from tests.support.patience import within
 from tests.support.place import Done, Here, program
 from tests.support.ranks import ROOT, mpirun_command
@@ -247,9 +247,9 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path):
         for epoch in range(3):
             generator = torch.Generator().manual_seed(epoch)
             order = torch.randperm(source.num_images, generator=generator).split(64)
-            expected = [batch.cpu() for batch, _ in source._batches(order, epoch)]
+            expected = [batch.cpu() for batch, _ in source.batches(order, epoch=epoch)]
             delivered = []
-            for batch, _ in source.batches(order, epoch=epoch):
+            for batch, _ in on_a_side_stream(source.batches(order, epoch=epoch), device):
                 for _ in range(10):  # other work on the main stream, before the batch is used
                     work = work @ work / len(work)
                 delivered.append(batch.clone())
