@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mpiddp.runtime.reports import saving as saving
     from mpiddp.runtime.reports import should_stop as should_stop
     from mpiddp.runtime.reports import together as together
-    from mpiddp.runtime.torch.determinism import check_determinism as check_determinism
     from mpiddp.runtime.torch.device_mesh import mesh as mesh
+    from mpiddp.runtime.torch.divergence import check_determinism as check_determinism
     from mpiddp.runtime.torch.divergence import check_divergence as check_divergence
     from mpiddp.runtime.torch.process_group import init as init
     from mpiddp.runtime.torch.process_group import process_group as process_group
@@ -48,9 +48,8 @@ _NAMES = {
     "checkpoints.records": "log_metrics run_dir",
     "errors": "JobFailed RankFailed UserError",
     "runtime.reports": "Announced announce announced progress saving should_stop together",
-    "runtime.torch.determinism": "check_determinism",
     "runtime.torch.device_mesh": "mesh",
-    "runtime.torch.divergence": "check_divergence",
+    "runtime.torch.divergence": "check_determinism check_divergence",
     "runtime.torch.process_group": "init process_group",
     "runtime.torch.sampler": "Sampler",
     "runtime.torch.worker": "init_worker",

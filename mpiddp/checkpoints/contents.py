@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mpiddp.checkpoints.folders import ABOUT, MAX_BYTES, SHARDS, SUFFIX, TREE, About
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.sharded_tensor import ShardedValue
-from mpiddp.checkpoints.state import Keys, key_of, mapped, shown_path
+from mpiddp.checkpoints.state import Keys, ShardedValue, key_of, mapped, shown_path
 from mpiddp.checkpoints.tensor_files import read_saved, read_tensors, reason_of, unpacked
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.files import read_limited

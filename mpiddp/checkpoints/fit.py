@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mpiddp.checkpoints.sharded_tensor import ShardedValue
-from mpiddp.checkpoints.state import LISTS, Keys, as_kind_of, is_sharded, leaves, mapped, shown_path
+from mpiddp.checkpoints.state import LISTS, Keys, ShardedValue, as_kind_of, is_sharded, leaves, mapped, shown_path
 from mpiddp.errors import UserError
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import listed

@@ -17,8 +17,7 @@ from mpiddp.protocol.channel import AGENT_NAME
 from mpiddp.protocol.terminal import give_size
 from mpiddp.runtime.program import MODULE, SCRIPT, parse
 from mpiddp.runtime.rank import Rank, python_by_hand
-from mpiddp.runtime.rank_attempt import RankAttempt
-from mpiddp.runtime.store_port import StorePort
+from mpiddp.runtime.rank_attempt import RankAttempt, StorePort
 from mpiddp.world import is_joined
 
 _SOCKETS_PER_RANK = 3  # to torch's store: for `process_group`, a script's own group, and one more

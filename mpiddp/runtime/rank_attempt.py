@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -26,10 +28,53 @@ from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import CLAIM, GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
-from mpiddp.runtime.store_port import StorePort
 
 _END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker ends its container
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # the loop looks at the clock this often if nothing happens
+
+
+class StorePort:
+    """The socket of torch's store in an attempt, and a connection to the process that serves the stores of all.
+
+    The agent keeps the port, so no other program can take it, and listens no more. The first script that has
+    imported torch makes the process, see `StoreOfJob`. It ends with the agent.
+    """
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+        self._process, self._far_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self.pid = 0  # of the process; 0 before there is one
+        self._order = b""  # the variables of a store that nobody serves yet
+
+    @property
+    def files(self) -> list[int]:
+        """What the script gets: the listener, and what the process reads if there is none yet."""
+        is_served = self.pid and Path(f"/proc/{self.pid}").exists()  # the kernel may have killed it
+        files = [self._listener, *([] if is_served else [self._far_end])] if self._listener else []
+        return [file.fileno() for file in files]
+
+    def take(self, listener: socket.socket | None, variables: Mapping[str, str]) -> None:
+        """Keep the port of this socket. All its copies listen no more, until `listen` is called on one."""
+        self._listener = listener
+        if listener is not None:
+            self._order = json.dumps(dict(variables)).encode()
+            address = listener.getsockname()
+            listener.shutdown(socket.SHUT_RD)
+            with suppress(OSError):  # it is bound, unless the kernel has chosen the port
+                listener.bind(address)
+
+    def serve(self) -> None:
+        """Let the process serve the store. The script asks for it with each of its groups."""
+        if self._order and self._listener:
+            socket.send_fds(self._process, [self._order], [self._listener.fileno()])
+        self._order = b""
+
+    def release(self) -> None:
+        """End the store, and give up the port."""
+        if self._listener is not None:
+            self._listener.close()
+        if self.pid:
+            self._process.send(b"{}")
 
 
 class State(Enum):
