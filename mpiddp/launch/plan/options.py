@@ -267,8 +267,8 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
 BY_HOSTFILE = tuple(name for name, row in options_of(LaunchOptions).items() if row.metadata["by_hostfile"])
 _OF_A_NETWORK = re.compile(r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII)
 _OF_A_CLUSTER = (
-    "a hostfile may only choose networks, time limits, hosts to leave out, an image that is no file, and "
-    "variables of NCCL, gloo and UCX without a path"
+    "a hostfile may only choose networks, time limits, an image, hosts to leave out, and variables of NCCL, "
+    "gloo and UCX without a path"
 )
 
 
