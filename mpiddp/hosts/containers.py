@@ -17,27 +17,41 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import NamedTuple
 
+from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.protocol.channel import REMOVER_NAME
 from mpiddp.protocol.variables import JOB, OF_A_HOST
 from mpiddp.text import shown
 
 _NVIDIA, _AMD, _INFINIBAND = "/dev/nvidiactl", "/dev/kfd", "/dev/infiniband"
-# An image has its own programs and packages.
-_OF_PROGRAMS = re.compile("(PATH|PYTHONPATH|LD_.*|VIRTUAL_ENV|CONDA_.*|MPI4PY_LIBMPI)$")
+# Paths of the host. An image has its own programs and packages.
+_OF_PROGRAMS = re.compile(
+    "(PATH|PYTHONPATH|PYTHONUSERBASE|LD_.*|VIRTUAL_ENV|CONDA_.*|MPI4PY_LIBMPI|CUDA_(HOME|PATH))$"
+    "|(SSL_CERT_.*|REQUESTS_CA_BUNDLE|BASH_ENV|MODULEPATH)$"
+)
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # A copy of an image keeps this, but not always its id.
 _FACTS = ("image", "inspect", "--format=image={{.RootFS.Layers}}{{.Config.Env}}{{.Config.Entrypoint}}")
-PRESENT = "image="  # begins what tells an image from another one; any other text says why it is missing
-# A launcher that ends its job spares this shell by its name. It may kill the container at the same time.
-_REMOVE = 'printf "$0" >/proc/self/comm; read -r _; "$@" || { sleep 1; "$@"; }'
+_PRESENT = "image="  # begins what tells an image from another one; any other text says why it is missing
+# Podman would read an image from a file, or from another store.
+_ELSEWHERE = re.compile("(dir|oci|oci-archive|docker-archive|docker-daemon|containers-storage):")
+# The process reads a line when the runtime has ended, and none if this process is killed: the container may begin
+# later. A launcher that ends its job spares the shell by its name, and may kill the container at the same time.
+_REMOVE = """
+trap "" HUP INT TERM
+printf "$0" >/proc/self/comm
+read -r _ || { "$@"; sleep 1; }
+"$@" || { sleep 1; "$@"; }
+"""
 
 
 class Container(NamedTuple):
-    """The container of a rank. `variables` are the names of those that it gets from the runtime's process."""
+    """The container of a rank."""
 
     name: str
     folder: str
     mounts: Sequence[str]
-    variables: Sequence[str]
+    variables: Sequence[str]  # the names of those that it gets from the runtime's process
+    has_gpus: bool
 
 
 class Runtime(NamedTuple):
@@ -50,15 +64,15 @@ class Runtime(NamedTuple):
 
 
 def _oci(container: Container, gpus: str) -> Iterator[str]:
-    """The options that Docker and Podman share: the rank has the user, the limits and the devices of its host."""
+    """The options that Docker and Podman share."""
     yield from ("run", "--rm", "--interactive", "--pull=never", "--security-opt=label=disable")
     yield from ("--network=host", "--ipc=host", "--pid=host")
     yield from (f"--name={container.name}", f"--user={os.getuid()}:{os.getgid()}", f"--workdir={container.folder}")
-    yield from (f"--volume={path}:{path}" for path in container.mounts)
-    yield from (f"--env={name}" for name in container.variables)
+    yield from (f"--mount=type=bind,source={path},target={path}" for path in container.mounts)
     if os.getuid():  # whose home folder in the image is "/", if it has one
         yield from ("--env=HOME=/tmp", "--env=USER")
-    if os.path.exists(_NVIDIA):  # noqa: PTH110
+    yield from (f"--env={name}" for name in container.variables)
+    if container.has_gpus and Path(_NVIDIA).exists():
         yield gpus
     yield from (f"--device={path}" for path in (_AMD, "/dev/dri", _INFINIBAND) if Path(path).exists())
 
@@ -66,19 +80,24 @@ def _oci(container: Container, gpus: str) -> Iterator[str]:
 def _docker(container: Container) -> Iterator[str]:
     yield from _oci(container, "--gpus=all")
     yield from (f"--group-add={group}" for group in os.getgroups())
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]  # a container of Podman inherits it
+    # A container of Podman inherits these.
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     yield f"--ulimit=memlock={limit}:{limit}"
+    if len(cores := os.sched_getaffinity(0)) < (os.cpu_count() or 1):
+        yield f"--cpuset-cpus={','.join(map(str, cores))}"
 
 
 def _podman(container: Container) -> Iterator[str]:
     yield from _oci(container, "--device=nvidia.com/gpu=all")
+    yield "--detach-keys="  # which stdin may contain
     if os.getuid():
         yield "--userns=keep-id"
 
 
 def _apptainer(container: Container) -> Iterator[str]:
     yield from ("exec", f"--pwd={container.folder}", *(f"--bind={path}" for path in container.mounts))
-    yield from (flag for device, flag in ((_NVIDIA, "--nv"), (_AMD, "--rocm")) if Path(device).exists())
+    flags = {_NVIDIA: "--nv", _AMD: "--rocm"} if container.has_gpus else {}
+    yield from (flag for device, flag in flags.items() if Path(device).exists())
 
 
 def _enroot(container: Container) -> Iterator[str]:
@@ -114,7 +133,7 @@ class Image(NamedTuple):
         by_suffix = [program for program, row in RUNTIMES.items() if row.suffix and name.endswith(row.suffix)]
         kept = [program for program, row in RUNTIMES.items() if not row.suffix and shutil.which(program)]
         program = program or [*by_suffix, *kept, ""][0]
-        if program not in RUNTIMES or not name or name.startswith("-"):
+        if program not in RUNTIMES or not name or name.startswith("-") or _ELSEWHERE.match(name):
             known = ", ".join(f"{program}://…" for program in RUNTIMES)
             why = "is no image" if has_program or kept else "needs docker or podman, which are not installed here"
             raise argparse.ArgumentTypeError(f"{shown(text)} {why}; expected an image or {known}")
@@ -126,20 +145,23 @@ class Image(NamedTuple):
 
     @property
     def facts(self) -> list[str]:
-        """The command that prints what tells it from another image, after PRESENT, or an error where it is missing."""
+        """The command whose output `identity` reads."""
         return ["stat", "--format=image=%s", self.name] if self.is_file else [self.program, *_FACTS, self.name]
+
+    @property
+    def fix(self) -> str:
+        """What brings it to a host that has not the same one."""
+        way = os.path.dirname(self.name) if self.is_file else f"--image {self}"  # noqa: PTH120
+        return f"mpiddp hosts push HOSTFILE {way}"
 
     def command(self, container: Container, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` in this container."""
-        enter = RUNTIMES[self.program].enter
-        inside = [*enter, *([container.folder] if enter else ()), *argv]
-        return [self.program, *RUNTIMES[self.program].run(container), self.name, *inside]
+        row = RUNTIMES[self.program]
+        inside = [*row.enter, *([container.folder] if row.enter else ()), *argv]
+        return [self.program, *row.run(container), self.name, *inside]
 
     def remover(self, container: str) -> subprocess.Popen[bytes] | None:
-        """A process that ends this container once its stdin ends, as with this process; None if none is needed.
-
-        Docker and Podman make a container the child of a daemon, which outlives a killed `docker run`.
-        """
+        """A process that ends this container after this process, or once it gets a line; None if none is needed."""
         if not (remove := RUNTIMES[self.program].remove):
             return None
         command = ["sh", "-c", _REMOVE, REMOVER_NAME, self.program, *remove, container]
@@ -147,21 +169,32 @@ class Image(NamedTuple):
         return subprocess.Popen(command, env=env, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
 
 
+def identity(said: str) -> str:
+    """The line of the output of `Image.facts` that tells the image from another one; "" if the image is missing."""
+    return next((line for line in said.splitlines() if line.startswith(_PRESENT)), "")
+
+
 def folder(text: str) -> str:
     """A folder of --mount, which the container has at the same path."""
-    if not text.startswith("/") or ":" in text:
-        raise argparse.ArgumentTypeError(f'expected an absolute path without ":", not {shown(text)!r}')
-    return text
+    if not text.startswith("/") or re.search("[:,]", text):
+        raise argparse.ArgumentTypeError(f'expected an absolute path without ":" and ",", not {shown(text)!r}')
+    return os.path.normpath(text)
 
 
-def container_of(name: str, mounts: Sequence[str], env: Mapping[str, str], exported: Collection[str]) -> Container:
-    """The container of a rank that has the variables `env`, of which the user has named `exported`."""
-    passed = [name for name in env if name in exported or not (OF_A_HOST.match(name) or _OF_PROGRAMS.match(name))]
+def container_of(
+    name: str, mounts: Sequence[str], env: Mapping[str, str], exported: Collection[str]
+) -> tuple[Container, dict[str, str]]:
+    """The container of a rank that has the variables `env`, and the variables of the runtime's process.
+
+    The user has named `exported` with -x.
+    """
+    theirs = {name: env[name] for name in env if name in exported or not _OF_PROGRAMS.match(name)}
+    passed = [name for name in theirs if name in exported or not OF_A_HOST.match(name)]
     here = str(Path.cwd())
-    return Container(name, here, [here, *mounts], passed)
+    container = Container(name, here, [*dict.fromkeys((here, *mounts))], passed, not hides_all_gpus(env))
+    return container, {**theirs, "PATH": f"{env.get('PATH', '')}:{_SYSTEM_PATH}"}
 
 
 def job_in_image(job: Sequence[str]) -> tuple[str, ...]:
     """The command of a job (a script, -m and a module, or -- and a command) in an image."""
-    python = {"--": (), "-m": ("python3", "-u", "-m")}.get(job[0], ("python3", "-u", job[0]))
-    return ("--", *python, *job[1:])
+    return tuple(job) if job[0] == "--" else ("--", "python3", "-u", *job)

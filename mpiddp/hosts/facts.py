@@ -20,7 +20,7 @@ from mpiddp.hosts.gpus import TIMEOUT_S, tool_output
 from mpiddp.hosts.interfaces import interfaces, machine
 
 VERSION_S = 10.0  # mpirun --version may take so long
-LONGEST_S = TIMEOUT_S + 3 * MORE_S + VERSION_S + 5.0  # a host with slow tools takes so long
+LONGEST_S = TIMEOUT_S + 3 * MORE_S + 2 * VERSION_S + 5.0  # a host with slow tools takes so long
 
 
 def host_info(needs: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     return {
         "errors": {path: error for path in paths if (error := error_at(path))},
         "has_folder": os.path.isdir(needs["folder"]),
-        "has_program": not program or shutil.which(program, path=needs["path"]) is not None,
+        "has_program": not program or shutil.which(program, path=path if image else needs["path"]) is not None,
         "has_script": os.path.exists(script),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],

@@ -81,17 +81,13 @@ PURPOSE = "Make a folder, with its environment, the same on every host"
 _FOLDERS = "the folders to push (default: this one, and the environment that runs this command)"
 _LEAVE_OUT = f"leave out this entry of a folder, such as {', '.join(LEFT_OUT[:3])} (repeatable)"
 _GOES_ON = "go on without hosts that fail, as long as H hosts remain"
+_OF_IMAGE = "push the image of a container, and folders only if they are named"
 OPTIONS = [
     # Without a default, Python before 3.12 demands one.
     Option("folders", value="FOLDER", nargs="*", default=[], help=_FOLDERS),
     Option("--leave-out", value="NAME", parse=_entry, repeats=True, help=_LEAVE_OUT),
     Option("--min-hosts", value="H", parse=whole(1), help=_GOES_ON),
-    Option(
-        "--image",
-        value="IMAGE",
-        parse=Image.of,
-        help="push the image of a container, and folders only if they are named",
-    ),
+    Option("--image", value="IMAGE", parse=Image.of, help=_OF_IMAGE),
 ]
 
 

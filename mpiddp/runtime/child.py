@@ -39,6 +39,7 @@ _START = "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; from mpiddp.ru
 # The signals that a rank passes on to its script or its command.
 PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
+_REMOVES_S = 10.0  # for a runtime to end a container
 _HELPERS_S = 0.5  # the processes of multiprocessing notice in this time that their parent has ended
 _CLEAN_UP = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -92,7 +93,6 @@ class Child:
         launcher = self._rank.world.launcher.name
         if self.is_command:
             env = command_environment(variables, launcher, self._rank.orders.exported)
-            argv = self._contained(argv, env)
         else:
             env = script_environment(variables, launcher, self._rank.orders.exported)
             argv = [*self._rank.python, "-c", _START, str(theirs.fileno()), program.kind, *argv]
@@ -100,6 +100,7 @@ class Child:
             if "PMI_FD" in variables:  # MPICH's, for a script that uses MPI
                 passed.append(int(variables["PMI_FD"]))
         try:
+            argv, env = self._contained(argv, env)
             process = subprocess.Popen(
                 argv,
                 env=env,
@@ -110,7 +111,7 @@ class Child:
                 preexec_fn=partial(_begin, os.getpid()),
             )
         except OSError as error:
-            name = escaped(program.name)
+            name = escaped(argv[0])
             fixes = {
                 errno.ENOEXEC: "begin the script with a line such as #!/bin/sh",
                 errno.ENOENT: f"correct its #! line, of which the program is missing; for a Windows line ending: "
@@ -128,11 +129,11 @@ class Child:
         for number in tuple(self.passed):  # signals that came before the command
             self.pass_on(number)
 
-    def _contained(self, argv: list[str], env: Mapping[str, str]) -> list[str]:
-        """The command in a container of the job's image, if it has one."""
+    def _contained(self, argv: list[str], env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+        """The command in a container of the job's image, if it has one, with its variables."""
         orders = self._rank.orders
         if not orders.image:
-            return argv
+            return argv, env
         from mpiddp.hosts.containers import Image, container_of  # most jobs have none
 
         image = Image.of(orders.image)
@@ -140,7 +141,8 @@ class Child:
         if (remover := image.remover(name)) is not None:
             self._remover = remover
             self.others.add(remover.pid)
-        return image.command(container_of(name, orders.mounts, env, orders.exported), argv)
+        container, env = container_of(name, orders.mounts, env, orders.exported)
+        return image.command(container, argv), env
 
     def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:
         """Start the Python of the next attempt. It imports torch, after packages of the script."""
@@ -307,11 +309,11 @@ class Child:
             for stream in self.outputs:
                 stream.source.close()
         reap()
-        if self._remover is not None and self._remover.stdin:
+        if self._remover is not None and self._remover.returncode is None:
             if has_succeeded:  # and its container has ended with it
                 self._remover.kill()
-            self._remover.stdin.close()
-            self._remover.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it works on alone
+                self._remover.communicate(b"\n", timeout=_REMOVES_S)
 
 
 def _cleans_up(pid: int) -> bool:

@@ -72,7 +72,7 @@ def test_an_image_is_pushed(hosts, cluster):
     for why in ("image not known", "is another image"):
         done = hosts.run(*launch).assert_code(2)
         assert why in done.said[0]
-        assert done.fixes == ["mpiddp hosts push HOSTFILE --image mpiddp-test:1"]
+        assert done.fixes == [f"mpiddp hosts push HOSTFILE --image {IMAGE}"]
         push = ("hosts", "push", "-H", "node0,node1", "--image", IMAGE)
         assert hosts.run(*push).assert_ok().lines == [f"node1: has {IMAGE} now"]
         assert hosts.run(*push).assert_ok().lines == ["node1: nothing has changed"]
@@ -128,7 +128,7 @@ def test_no_container_outlives_its_job(hosts, cluster, end):
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
     else:
-        marker = "mpiddp run" if end == "agent" else "script.py"
+        marker = "mpiddp run" if end == "agent" else "podman run"
         hosts.kill(next(process for process in hosts.processes(marker) if process.host == "node1"))
         assert "rank 1 on node1 was killed by SIGKILL" in job.wait().assert_code(1).stderr
     eventually(lambda: not (hosts.processes("script.py") or containers(cluster)))

@@ -261,9 +261,9 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     return LaunchOptions(job, **values)
 
 
-# A hostfile may choose these: networks, time limits, hosts to leave out, and an image that each host's runtime
-# already keeps for this user: a file could be a colleague's. It may also set variables of the libraries that use
-# the network. Some of these name a file to load or to write, and a value with "/" may.
+# A hostfile may choose these: networks, time limits, hosts to leave out, and an image that its runtime keeps: a
+# file could be a colleague's. It may also set variables of the libraries that use the network. Some of these name
+# a file to load or to write, and a value with "/" may.
 BY_HOSTFILE = tuple(name for name, row in options_of(LaunchOptions).items() if row.metadata["by_hostfile"])
 _OF_A_NETWORK = re.compile(r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII)
 _OF_A_CLUSTER = (

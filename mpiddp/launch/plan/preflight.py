@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names, processes
 from mpiddp.hosts.complaints import Answer, ssh_line
-from mpiddp.hosts.containers import PRESENT
+from mpiddp.hosts.containers import identity
 from mpiddp.hosts.gpu_faults import faults, in_use
 from mpiddp.hosts.gpu_faults import notes as notes_on
 from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus
@@ -238,12 +238,12 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
         where = "missing or not executable" if os.sep in program else "not on PATH"
         return with_fix(f"{name}: {program} is {where}.", "install it on every host")
     if image := [*needs["image"]][-1:]:
-        fix = f"mpiddp hosts push HOSTFILE --image {image[0]}"
         said = (info.image or f"no answer of {program}").strip()
-        if not said.startswith(PRESENT):
-            return with_fix(f"{name}: {image[0]}: {escaped(said.splitlines()[-1])}", fix)
-        if info.image != first.image:
-            return with_fix(f"{image[0]} is another image on {first.host.name} than on {name}.", fix)
+        if not identity(said):
+            return with_fix(f"{name}: {image[0]}: {escaped(said.splitlines()[-1])}", needs["image_fix"])
+        if identity(said) != identity(first.image or ""):
+            sentence = f"{image[0]} is another image on {first.host.name} than on {name}."
+            return with_fix(sentence, needs["image_fix"])
     if not info.has_script:
         return with_fix(f"{name}: {needs['script']} is missing.", _PUSH)
     if info.gpus is None and needs["uses_gpus"]:

@@ -23,7 +23,9 @@ ENV = {
 
 
 def command(image: str, *exported: str) -> list[str]:
-    container = container_of("a-name", ["/data"], ENV, exported)
+    container, env = container_of("a-name", ["/data"], ENV, exported)
+    assert env.keys() == {*ENV} - {"PYTHONPATH", "LD_LIBRARY_PATH", "CONDA_PREFIX", "VIRTUAL_ENV"} | {*exported}
+    assert env["PATH"].startswith("/opt/bin:/usr/local/sbin:")  # where the program is
     return Image.of(image).command(container, ["python3", "train.py"])
 
 
@@ -38,12 +40,14 @@ def a_user_with_nvidia_gpus(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("program", ["docker", "podman"])
 def test_docker_and_podman_pass_what_they_are_told(program, tmp_path):
-    words = command(f"{program}://org/image:2", "PYTHONPATH")
+    words = command(f"{program}://org/image:2", "PYTHONPATH", "HOME")
     at = words.index("org/image:2")
     assert (words[:2], words[at:]) == ([program, "run"], ["org/image:2", "python3", "train.py"])
     named = {word.removeprefix("--env=") for word in words if word.startswith("--env=")}
-    assert named == {"RANK", "NCCL_DEBUG", "DATA", "PYTHONPATH", "HOME=/tmp", "USER"}
-    assert {f"--volume={tmp_path}:{tmp_path}", "--volume=/data:/data", f"--workdir={tmp_path}"} <= {*words[:at]}
+    assert named == {"RANK", "NCCL_DEBUG", "DATA", "PYTHONPATH", "HOME=/tmp", "HOME", "USER"}
+    assert words.index("--env=HOME") > words.index("--env=HOME=/tmp")
+    mounts = {f"--mount=type=bind,source={path},target={path}" for path in (tmp_path, "/data")}
+    assert mounts | {f"--workdir={tmp_path}"} <= {*words[:at]}
     assert {"--network=host", "--ipc=host", "--pid=host", "--user=1000:100", "--name=a-name"} <= {*words[:at]}
     own = (
         {"--gpus=all", "--group-add=44"} if program == "docker" else {"--device=nvidia.com/gpu=all", "--userns=keep-id"}
@@ -69,9 +73,21 @@ def test_the_first_program_that_is_installed_runs_a_name(tmp_path, monkeypatch):
     for program in ("podman", "docker"):
         (tmp_path / program).touch(mode=0o755)
         assert Image.of("torch:2") == (program, "torch:2")
-    for text in ("rkt://image", "docker://", "docker://--privileged"):
+    for text in ("rkt://image", "docker://", "docker://--privileged", "podman://dir:/tmp/of-a-colleague"):
         with pytest.raises(argparse.ArgumentTypeError, match="is no image"):
             Image.of(text)
+
+
+def test_gpus_that_are_hidden_need_no_toolkit(monkeypatch):
+    monkeypatch.setitem(ENV, "CUDA_VISIBLE_DEVICES", "")
+    assert "--gpus=all" not in command("docker://image")
+    assert "--nv" not in command("image.sif")
+
+
+def test_a_warning_of_the_runtime_is_no_image():
+    said = "WARN[0000] no user session\nimage=[sha256:1][][]\n"
+    assert containers.identity(said) == "image=[sha256:1][][]"
+    assert containers.identity("Error: a:1: image not known\n") == ""
 
 
 def test_a_script_needs_no_mpiddp_in_the_image():

@@ -26,6 +26,7 @@ NEEDS = {
     "program": "",
     "script": "",
     "image": (),
+    "image_fix": "",
     "uses_gpus": True,
 }
 ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
