@@ -93,7 +93,9 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
         for rank, other in by_rank.items():
             if _kind_of(other) != _kind_of(value):
                 kinds = {lowest: _kind_of(value)[:_LONGEST], rank: _kind_of(other)[:_LONGEST]}
-                _refuse(run, shown_path(path), kinds)
+                name_of = run.coordinator.name
+                both = ", and ".join(f"{value} on {name_of(rank)}" for rank, value in kinds.items())
+                raise ValueError(f"{shown_path(path)} differs: {both}. {_HINT}")
         kind = type(value)
         if kind is _Leaf:
             if value.mesh or not writers <= by_rank.keys():
@@ -158,12 +160,6 @@ def _kind_of(value: Any) -> str:
     if kind in state.LISTS:
         return f"a {kind.__name__} of {len(value)}"
     return value.label if kind is _Leaf else repr(value)
-
-
-def _refuse(run: Run, name: str, values: Mapping[int, str]) -> None:
-    name_of = run.coordinator.name
-    both = ", and ".join(f"{value} on {name_of(rank)}" for rank, value in values.items())
-    raise ValueError(f"{name} differs: {both}. {_HINT}")
 
 
 # The values of tensors

@@ -28,7 +28,6 @@ _OF_PROGRAMS = re.compile(
     "(PATH|PYTHONPATH|PYTHONUSERBASE|LD_.*|VIRTUAL_ENV|CONDA_.*|MPI4PY_LIBMPI|CUDA_(HOME|PATH))$"
     "|(SSL_CERT_.*|REQUESTS_CA_BUNDLE|BASH_ENV|MODULEPATH)$"
 )
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # A copy of an image keeps this, but not always its id.
 _FACTS = ("image", "inspect", "--format=image={{.RootFS.Layers}}{{.Config.Env}}{{.Config.Entrypoint}}")
 _PRESENT = "image="  # begins what tells an image from another one; any other text says why it is missing
@@ -129,14 +128,13 @@ class Image(NamedTuple):
     @classmethod
     def of(cls, text: str) -> Image:
         """The image of `PROGRAM://NAME`, of a file, or of a name that the first program of this host gets."""
-        program, has_program, name = text.rpartition("://")
+        program, _, name = text.rpartition("://")
         by_suffix = [program for program, row in RUNTIMES.items() if row.suffix and name.endswith(row.suffix)]
         kept = [program for program, row in RUNTIMES.items() if not row.suffix and shutil.which(program)]
-        program = program or [*by_suffix, *kept, ""][0]
+        program = program or [*by_suffix, *kept, "docker"][0]
         if program not in RUNTIMES or not name or name.startswith("-") or _ELSEWHERE.match(name):
             known = ", ".join(f"{program}://…" for program in RUNTIMES)
-            why = "is no image" if has_program or kept else "needs docker or podman, which are not installed here"
-            raise argparse.ArgumentTypeError(f"{shown(text)} {why}; expected an image or {known}")
+            raise argparse.ArgumentTypeError(f"{shown(text)} is no image; expected a name, a file, or {known}")
         return cls(program, os.path.abspath(name) if RUNTIMES[program].suffix else name)  # noqa: PTH100
 
     @property
@@ -192,7 +190,7 @@ def container_of(
     passed = [name for name in theirs if name in exported or not OF_A_HOST.match(name)]
     here = str(Path.cwd())
     container = Container(name, here, [*dict.fromkeys((here, *mounts))], passed, not hides_all_gpus(env))
-    return container, {**theirs, "PATH": f"{env.get('PATH', '')}:{_SYSTEM_PATH}"}
+    return container, {**theirs, "PATH": f"{env.get('PATH', '')}:{os.defpath}"}
 
 
 def job_in_image(job: Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from mpiddp.arguments import OneSentenceParser, Verb, add_verbs
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts import keys, pull, push, run_command, where
 from mpiddp.hosts.hostfile import Hosts
-from mpiddp.hosts.push_image import push_image
 from mpiddp.text import align_columns, counted, escaped
 
 
@@ -54,11 +53,6 @@ def _take_file(options: argparse.Namespace) -> None:
         options.file = folders.pop(0)
 
 
-def _push(options: argparse.Namespace, hosts: Hosts) -> int:
-    code = push_image(options.image, hosts) if options.image else DONE
-    return code if code or (options.image and not options.folders) else push.main(options, hosts)
-
-
 def _check(_: argparse.Namespace, hosts: Hosts) -> int:
     print(table(hosts))
     return DONE
@@ -84,7 +78,7 @@ def table(hosts: Hosts) -> str:
 VERBS = {
     "check": Verb("Print a table of the hosts and their slots, or the first error", _check, [where.FILE]),
     "keys": Verb("Make ssh reach every host without a password", keys.main, [where.FILE]),
-    "push": Verb(push.PURPOSE, _push, push.OPTIONS, "[FILE] [FOLDER ...]"),
+    "push": Verb(push.PURPOSE, push.main, push.OPTIONS, "[FILE] [FOLDER ...]"),
     "pull": Verb("Bring the folder of a run home from every host", pull.main, pull.OPTIONS, "[FILE] FOLDER"),
     "run": Verb("Run a command on every host", run_command.main, run_command.OPTIONS, "[FILE] -- COMMAND [ARGS ...]"),
 }

@@ -37,6 +37,7 @@ from mpiddp.hosts.complaints import Answer, failure_of, ssh_complaint
 from mpiddp.hosts.containers import Image
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
+from mpiddp.hosts.push_image import push_image
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, escaped, keys_by_value, shown, size_text, with_fix
@@ -81,18 +82,19 @@ PURPOSE = "Make a folder, with its environment, the same on every host"
 _FOLDERS = "the folders to push (default: this one, and the environment that runs this command)"
 _LEAVE_OUT = f"leave out this entry of a folder, such as {', '.join(LEFT_OUT[:3])} (repeatable)"
 _GOES_ON = "go on without hosts that fail, as long as H hosts remain"
-_OF_IMAGE = "push the image of a container, and folders only if they are named"
 OPTIONS = [
     # Without a default, Python before 3.12 demands one.
     Option("folders", value="FOLDER", nargs="*", default=[], help=_FOLDERS),
     Option("--leave-out", value="NAME", parse=_entry, repeats=True, help=_LEAVE_OUT),
     Option("--min-hosts", value="H", parse=whole(1), help=_GOES_ON),
-    Option("--image", value="IMAGE", parse=Image.of, help=_OF_IMAGE),
+    Option("--image", value="IMAGE", parse=Image.of, help="push this image, and folders only if they are named"),
 ]
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Push, and print the result. Raises the errors of `push`."""
+    if options.image and ((code := push_image(options.image, hosts)) or not options.folders):
+        return code
     folders = [*map(parse_folder, options.folders)]
     for data in (f"{path}/data" for path in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # it may be a data set

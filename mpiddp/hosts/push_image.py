@@ -7,7 +7,6 @@ import subprocess
 
 from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.hosts import gpus
-from mpiddp.hosts.complaints import ssh_complaint
 from mpiddp.hosts.containers import Image, identity
 from mpiddp.hosts.facts import VERSION_S
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -47,6 +46,4 @@ def _send(image: Image, host: Host, transport: Transport) -> str:
             env = transport.environment(os.environ)
             done = subprocess.run(load, env=env, stdin=saves.stdout, capture_output=True)
     said = done.stderr.decode(errors="replace").strip()
-    if done.returncode == 255 and transport.is_ssh:
-        return ssh_complaint(host, said, transport)
     return f"{host.name}: {line} failed: {escaped(said)[-200:]}" if done.returncode or saves.returncode else ""

@@ -66,8 +66,7 @@ NAMED_AT = "name"  # the file with the job's name, in the same folder
 STREAMS = {1: "stdout", 2: "stderr"}
 # The names of a rank's agent, of a Python that waits for the next attempt, of the process that serves torch's
 # store, and of one that ends a container. The kernel keeps 15 characters.
-AGENT_NAME, SPARE_NAME, STORE_NAME = "mpiddp-agent", "mpiddp-spare", "mpiddp-store"
-REMOVER_NAME = "mpiddp-remover"
+AGENT_NAME, SPARE_NAME, STORE_NAME, REMOVER_NAME = "mpiddp-agent", "mpiddp-spare", "mpiddp-store", "mpiddp-remover"
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 # The errors of a line that is not a message, and of a wrong address.

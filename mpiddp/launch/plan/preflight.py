@@ -242,8 +242,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
         if not identity(said):
             return with_fix(f"{name}: {image[0]}: {escaped(said.splitlines()[-1])}", needs["image_fix"])
         if identity(said) != identity(first.image or ""):
-            sentence = f"{image[0]} is another image on {first.host.name} than on {name}."
-            return with_fix(sentence, needs["image_fix"])
+            return with_fix(f"{image[0]} is another image on {first.host.name} than on {name}.", needs["image_fix"])
     if not info.has_script:
         return with_fix(f"{name}: {needs['script']} is missing.", _PUSH)
     if info.gpus is None and needs["uses_gpus"]:
