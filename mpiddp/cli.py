@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch.distributed.launch puts the rank before the user's arguments; the environment has it too.
         del args[0]
     verb, *rest = args or ["--help"]
+    if verb == "help":
+        verb, *rest = [*rest[:1], "--help"]
     if verb == "run" and not _is_rank():
         verb = "launch"
     if verb == "train" and not _is_rank() and _HELP.isdisjoint(rest):
@@ -105,8 +107,6 @@ def _is_rank() -> bool:
 
 
 def _call(verb: str, args: list[str]) -> int:
-    if verb == "help":
-        verb, args = (args[0], ["--help"]) if args else ("--help", [])
     if verb in ("-h", "--help"):
         print(_usage())
         return errors.DONE

@@ -13,7 +13,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
@@ -122,7 +121,8 @@ def _modules_of(error: BaseException) -> list[str]:
 def import_package(package: str, user: str) -> ModuleType:
     """Import a package of an extra. Raises UserError if it is not installed."""
     try:
-        return import_module(package)
+        __import__(package)  # importlib would load three more modules before a script's first line
+        return sys.modules[package]
     except ModuleNotFoundError as error:
         if sentence := missing_package(error, user):
             raise UserError(sentence) from None
@@ -238,7 +238,7 @@ def of_limit(error: BaseException) -> JobFailed | None:
         number = errno.EAGAIN  # Thread.start has not said so
     if number in _OF_LIMITS:
         sentence = f"this machine gives no more processes or open files to mpiddp: {os.strerror(number)}."
-        return JobFailed(sentence, fix=MORE_PROCESSES if number == errno.EAGAIN else "raise ulimit -n")
+        return JobFailed(sentence, fix={errno.EAGAIN: MORE_PROCESSES, errno.EMFILE: "raise ulimit -n"}.get(number, ""))
     return None
 
 

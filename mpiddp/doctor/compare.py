@@ -41,7 +41,7 @@ def results(check: str, findings: Iterable[Finding], ok_text: str) -> list[Line]
 
 def names(facts: Facts) -> Iterator[Finding]:
     """Whether each host's name resolves to its own address, on every host."""
-    for name, host in facts.items():
+    for name, host in ((name, host) for name, host in facts.items() if name in host["names"]):
         answers = {here: other["names"].get(name, []) for here, other in facts.items()}
         if unresolved := [here for here, addresses in answers.items() if not addresses]:
             fix = f"add {name} to DNS, or to /etc/hosts there"

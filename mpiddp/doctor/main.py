@@ -162,7 +162,7 @@ def _facts_program(options: argparse.Namespace, hosts: Hosts, folders: Sequence[
     """The program that prints a host's facts. `library` is the path of MPI's, "" if mpi4py finds it."""
     script, folder = options.script or "", folders[0]
     wanted = {
-        "names": [host.name for host in hosts.usable],
+        "names": [host.name for host in hosts.usable if not host.address],
         "folders": folders,
         "program": ("script" if script else "", script, folder, program_files.import_folders()),
         "library": library,

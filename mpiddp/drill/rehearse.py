@@ -24,7 +24,7 @@ from mpiddp.protocol.variables import DRILL, OBSERVER
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run
 _LEAST_S = 60.0  # for any other command, or four times the time of the undisturbed run
-_END_S = 5.0  # after the launcher, the other processes may take this time to end
+_END_S = 5.0  # after SIGTERM, what a launcher has left may take this time to end
 _POLL_S = 0.02
 _LONGEST_ERROR = 160  # characters
 

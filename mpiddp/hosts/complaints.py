@@ -153,10 +153,11 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
         "port": f"-p {port} " if port else "",
         "ssh": ssh,
         "verbose": ssh.replace("ssh", "ssh -v", 1),
-        "key_name": f"'[{host.address or host.name}]:{port}'" if port else host.name,  # in known_hosts
+        "key_name": f"'[{host.address or host.name}]:{port}'" if port else host.address or host.name,  # in known_hosts
         "here": socket.gethostname(),
         "connect": transport.connect_s,
-        "at": port or [*re.findall(r"(?m)^ssh: connect to host \S+ port (\d+)", text), *settings(host, "port"), 22][0],
+        "at": port
+        or (re.findall(r"(?m)^ssh: connect to host \S+ port (\d+)", text) or settings(host, "port") or [22])[0],
         "longer": f"{2 * transport.login_s:.0f}",
         "kinit": (kinit := "kinit, or " if "gssapi-" in text else ""),
     }

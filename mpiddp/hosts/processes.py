@@ -62,7 +62,7 @@ def end_with_parent(number: int) -> None:
 def child_process(
     argv: Sequence[str], stdout: int | IO[str], stderr: int | IO[str], **more: Any
 ) -> Iterator[Popen[str]]:
-    """A process that gets SIGTERM at the end of the body, if it still runs, and if this process is killed."""
+    """A process that ends with the body, by SIGTERM and 40 s later SIGKILL, and with this process, by SIGTERM."""
     from subprocess import DEVNULL, Popen  # takes 5 ms of each rank
 
     # It ends with this process even if a Ctrl-C comes before its number is known.
@@ -71,7 +71,7 @@ def child_process(
         try:
             yield process
         finally:
-            process.terminate()
+            end_all(lambda: [process.pid] if process.poll() is None else [], grace_s=8 * KILL_S)  # ranks have 30 s
 
 
 def adopt_orphans() -> None:

@@ -215,9 +215,9 @@ def other_hosts(hosts: Sequence[Host]) -> list[Host]:
 def ssh_config(hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True) -> str:
     """ssh's configuration for a job: the users and ports of the hostfile, _SETTINGS, and then the user's own.
 
-    A user's block "Host node1" applies, because ssh is called with the name in the hostfile. Only an IPv6
-    address has another name (`Host.alias`). With `shares_jumps`, logins share this process's connections to
-    jump hosts.
+    A user's block "Host node1" applies, because ssh is called with the name in the hostfile. An IPv6 address and
+    a host `apart` have another one (`Host.alias`): for this, the block needs "Host node1-2201". With
+    `shares_jumps`, logins share this process's connections to jump hosts.
     """
     blocks = jump.shared() if shares_jumps else ""
     for host in hosts:

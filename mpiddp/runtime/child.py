@@ -318,9 +318,7 @@ class Child:
 
 def _cleans_up(pid: int) -> bool:
     """Whether this is a process of multiprocessing, or torch, that cleans up after those it serves."""
-    with contextlib.suppress(OSError):  # it has ended
-        return any(name in processes.fact_of(pid, "cmdline") for name in _CLEAN_UP)
-    return False
+    return any(name in processes.fact_of(pid, "cmdline") for name in _CLEAN_UP)
 
 
 _running: dict[int, Child] = {}  # by pid

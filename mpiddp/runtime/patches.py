@@ -135,7 +135,7 @@ def say_lone_mpi(session: Session) -> None:
     if session.rank > 0 or session.starting_mpi is nullcontext or os.environ.get("WORLD_SIZE") == "1":
         return
     maps = Path("/proc/self/maps").read_text("latin-1")
-    if library := "/libmpi" in maps and re.search(r"/\S*/libmpi\w*\.so\S*", maps):
+    if library := "/libmpi" in maps and re.search(r"/\S*/libmpi(?!r)\w*\.so\S*", maps):
         import ctypes
 
         ctypes.CDLL(library[0], os.RTLD_NOLOAD).MPI_Initialized(ctypes.byref(has_begun := ctypes.c_int()))

@@ -65,8 +65,8 @@ def main() -> None:
         _run(kind, name)
     except BaseException as caught:
         session.error = caught
-    patches.apply([patches.say_lone_mpi], session)
     try:
+        patches.apply([patches.say_lone_mpi], session)
         code = session.end_script()
     except KeyboardInterrupt as caught:  # while it waits for the other ranks, for example
         session.error = caught
