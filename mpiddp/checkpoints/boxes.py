@@ -117,16 +117,16 @@ class Copies:
         rows, end = dict[str, Any](), 0
         notes: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}}
         for box, values in boxes:
-            code, part = CODES.get(values.dtype), list(values.shape)  # less than the box's, if it is expanded
+            code, part = CODES.get(values.dtype), tuple(values.shape)  # less than the box's, if it is expanded
             start, end = end, end + values.numel() * values.element_size()
             name = _name_of(box)
-            shape = part if code else [end - start]
-            rows[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [start, end]}
+            shape = part if code else (end - start,)
+            rows[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": (start, end)}
             for tied in self.tied_to(box):
-                alias = _name_of(tied)
+                alias = name if tied is box else _name_of(tied)
                 if tied is not box:
                     notes["tied"][alias] = name
-                if tied.place or code is None or part != list(box.shape):
+                if tied.place or code is None or part != tuple(box.shape):
                     whole, offsets, placements = tied.place or (tied.shape, None, ())
                     notes["boxes"][alias] = [list(whole), offsets, part, list(placements)]
         return header_of(rows, notes)
@@ -155,7 +155,8 @@ def _is_finite(value: Tensor) -> bool:
         value = torch.view_as_real(value.resolve_conj())
     if not value.is_floating_point() or value.element_size() == 1:
         return True
-    extremes = (torch.aminmax(part) for part in value.reshape(-1).split(_PART) if part.numel())
+    parts = value.reshape(-1).split(_PART) if value.numel() > _PART else (value,)
+    extremes = (torch.aminmax(part) for part in parts if part.numel())
     return all(math.isfinite(low) and math.isfinite(high) for low, high in extremes)
 
 

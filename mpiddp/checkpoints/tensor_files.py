@@ -42,13 +42,11 @@ class HashedFile:
     """A new file, and the SHA-256 of the bytes written to it, computed in the same pass."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._digest = path.open("wb", buffering=0), hashlib.sha256()  # a full disk fails at once
+        self._file, self._digest = path.open("wb"), hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
         self._digest.update(data)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        self._file.write(data)
 
     def close(self) -> str:
         """The SHA-256 of the file."""

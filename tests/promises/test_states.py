@@ -565,14 +565,14 @@ def test_tensors_are_mapped(here):
 
 
 def test_many_small_tensors(tmp_path):
-    """100,000 small tensors cost the thread that saves them two seconds of CPU."""
+    """100,000 small tensors cost the thread that saves them four seconds of CPU."""
     tensors = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100_000)}
     run = tmp_path / "run"
     with mpiddp.Checkpoints(run, every=None) as checkpoints:
         checkpoints.save(1, {"model": tensors})
         before = time.process_time() - time.thread_time()
         checkpoints._wait_for_own_save()
-        assert time.process_time() - time.thread_time() - before < 2 * slowness()
+        assert time.process_time() - time.thread_time() - before < 4 * slowness()
     assert unequal(mpiddp.load(run).state["model"], tensors) == []
 
 
