@@ -158,12 +158,12 @@ class Image(NamedTuple):
         inside = [*row.enter, *([container.folder] if row.enter else ()), *argv]
         return [self.program, *row.run(container), self.name, *inside]
 
-    def remover(self, container: str) -> subprocess.Popen[bytes] | None:
+    def remover(self, container: str, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """A process that ends this container after this process, or once it gets a line; None if none is needed."""
         if not (remove := RUNTIMES[self.program].remove):
             return None
         command = ["sh", "-c", _REMOVE, REMOVER_NAME, self.program, *remove, container]
-        env = {name: value for name, value in os.environ.items() if name != JOB}  # by which a sweep would find it
+        env = {name: value for name, value in env.items() if name != JOB}  # by which a sweep would find it
         return subprocess.Popen(command, env=env, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
 
 

@@ -138,10 +138,10 @@ class Child:
 
         image = Image.of(orders.image)
         name = f"mpiddp-{os.urandom(8).hex()}-{self._rank.world.rank}"
-        if (remover := image.remover(name)) is not None:
+        container, env = container_of(name, orders.mounts, env, orders.exported)
+        if (remover := image.remover(name, env)) is not None:
             self._remover = remover
             self.others.add(remover.pid)
-        container, env = container_of(name, orders.mounts, env, orders.exported)
         return image.command(container, argv), env
 
     def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:

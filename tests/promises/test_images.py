@@ -143,6 +143,8 @@ def test_an_image_without_root(cluster):
     node0.run(["mkdir", "-p", "/dev/mqueue"], check=True)  # which a container of his mounts
     node0.run(["sh", "-c", MAKES], check=True, **user)
     launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2", "--image", IMAGE, *MOUNTED]
-    done = node0.run([*launch, "--", "sh", "-c", "id -u; echo $USER $HOME"], **user)
+    # Podman is found although the PATH for the container does not lead to it.
+    job = ("-x", "PATH=/nowhere", "--", "/bin/sh", "-c", "/bin/id -u; echo $USER $HOME")
+    done = node0.run([*launch, *job], **user)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted([f"{USER_ID}", f"{USER} /tmp"] * 2)
