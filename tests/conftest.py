@@ -8,6 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from mpiddp.launch import log
+
 # No test sees the detached jobs of another.
 os.environ["XDG_STATE_HOME"] = "/dev/null"
 # Several test processes share the cores. Threads of torch that wait for each other after every operation
@@ -31,15 +33,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_adopted_orphans() -> Iterator[None]:
-    """A launcher adopts its orphans. A test that plays one must not leave this to the tests after it.
+def _nothing_left_of_a_launcher() -> Iterator[None]:
+    """A test that plays a launcher, in this process, must not leave to the tests after it what it has set.
 
-    Nobody would reap what they have started, and a test that waits for the end of a process would see it for
-    ever.
+    A launcher adopts its orphans: nobody would reap what the later tests have started, and a test that waits for
+    the end of a process would see it for ever. And with --quiet, its log would stay silent.
     """
     yield
     set_child_subreaper = 36  # linux/prctl.h
     ctypes.CDLL(None).prctl(set_child_subreaper, 0, 0, 0, 0)
+    log.is_quiet = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

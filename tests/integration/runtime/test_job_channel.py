@@ -357,4 +357,4 @@ def test_news_that_ends_a_program_loses_no_later_news(job):
     job.server.send(1, encode("end"))
     with pytest.raises(InterruptedError):
         eventually(channel.receive)
-    eventually(lambda: channel.receive() or heard == ["hold", "end"])
+    eventually(lambda: heard == ["hold", "end"] or channel.receive())
