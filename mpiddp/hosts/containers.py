@@ -146,11 +146,11 @@ class Image(NamedTuple):
         """The command whose output `identity` reads."""
         return ["stat", "--format=image=%s", self.name] if self.is_file else [self.program, *_FACTS, self.name]
 
-    @property
-    def fix(self) -> str:
-        """What brings it to a host that has not the same one."""
+    def fix(self, *, is_alone: bool = False) -> str:
+        """What brings it to a host that has not the same one, or to this host if no other takes part."""
         way = os.path.dirname(self.name) if self.is_file else f"--image {self}"  # noqa: PTH120
-        return f"mpiddp hosts push HOSTFILE {way}"
+        push = f"mpiddp hosts push HOSTFILE {way}"
+        return f"{self.program} pull {self.name}" if is_alone and not self.is_file else push
 
     def command(self, container: Container, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` in this container."""

@@ -8,6 +8,7 @@ them, and an agent before its script begins again (`wrong_here`).
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from mpiddp.hosts.gpu_health import read_health
@@ -117,7 +118,8 @@ def _those(gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> list[tuple[int,
 
 
 def _named(holder: Holder) -> str:
-    return escaped(f"pid {holder.pid} of {holder.user} ({holder.command})")
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(holder.began_at))
+    return escaped(f"pid {holder.pid} of {holder.user} ({holder.command}, since {since})")
 
 
 def _memory(holder: Holder) -> str:

@@ -45,11 +45,13 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] 
     return [gpu._replace(holders=holders[gpu.uuid], xids=xids[gpu.address[:-2]]) for gpu in gpus]
 
 
-def who(pid: str) -> tuple[str, str]:
-    """The user and the command of a process; "" where this host does not show it."""
-    with suppress(OSError):
-        return _name_of(Path("/proc", pid).stat().st_uid), command_of(int(pid))
-    return "", ""
+def who(pid: str) -> tuple[str, str, float]:
+    """The user and the command of a process, "" where this host does not show it, and when it began."""
+    with suppress(OSError, IndexError):
+        user, ticks = Path("/proc", pid).stat().st_uid, fact_of(pid, "stat").rpartition(b")")[2].split()[19]
+        ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        return _name_of(user), command_of(int(pid)), time.time() - ago_s
+    return "", "", 0.0
 
 
 def _name_of(user: int) -> str:

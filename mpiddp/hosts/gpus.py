@@ -60,6 +60,7 @@ class Holder(NamedTuple):
     memory: int | None  # bytes
     user: str  # "" if this host does not show the process, for example in another container
     command: str
+    began_at: float  # in seconds since the epoch
     is_left: bool  # whether a job of mpiddp has left it, which has no agent on this host any more
 
 
@@ -100,7 +101,6 @@ class Gpu(NamedTuple):
 
 # The fields of a GPU that change while it works.
 CHANGING = ("use", "memory", "memory_total", "temperature", "slowed")
-
 
 # `nvidia-smi --help-query-gpu` explains these fields.
 _FIELDS = (

@@ -18,7 +18,7 @@ from mpiddp.text import escaped
 def push_image(image: Image, hosts: Hosts) -> int:
     """Send the image of this host. Returns 1 if a host failed. Raises UserError if it is not here, or a file."""
     if image.is_file:
-        raise UserError(f"--image {image.name} is a file, which a push of its folder sends.", fix=image.fix)
+        raise UserError(f"--image {image.name} is a file, which a push of its folder sends.", fix=image.fix())
     (program, *arguments), transport = image.facts, hosts.transport
     if not (here := identity(gpus.tool_output(program, arguments, None, VERSION_S) or "")):
         raise UserError(f"{program} has no image {image.name} here, or its service does not run.")

@@ -70,7 +70,6 @@ print(ENDED + str(code), file=sys.stderr, flush=True)
 sys.exit(code)
 """
 
-
 OPTIONS = [FILE, Option("--timeout", value="30s", parse=duration, help="end the command after this time")]
 
 

@@ -85,7 +85,6 @@ Host *
   Include ~/.ssh/config
 """
 
-
 # Each program begins with these lines.
 CHECK_PYTHON = """
 import sys

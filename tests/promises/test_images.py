@@ -78,6 +78,8 @@ def test_an_image_is_pushed(hosts, cluster):
         assert hosts.run(*push).assert_ok().lines == ["node1: nothing has changed"]
         assert hosts.run(*launch).assert_ok().lines == ["of the image"] * 2
         make(cluster["node1"], "of another image")
+    alone = hosts.run("launch", "-H", "node0:1", "--image", "podman://no/image", "--", "true").assert_code(2)
+    assert alone.fixes == ["podman pull no/image"]
 
 
 @pytest.fixture

@@ -250,7 +250,7 @@ def run_preflight(
         # By its path or on `path`.
         "program": image.program if image else options.job[1] if kind == "--" else "",
         "image": image.facts if image else (),
-        "image_fix": image.fix if image else "",
+        "image_fix": image.fix(is_alone=not other_hosts(named.usable)) if image else "",
         "script": "" if kind in ("--", "-m") else kind,
         "uses_gpus": uses_gpus,
     }

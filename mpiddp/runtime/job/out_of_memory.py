@@ -26,7 +26,7 @@ def _short(match: re.Match[str]) -> str:
     holders = [f"this process holds {amount}" for amount in _OWN.findall(rest)]
     others = sorted(_OTHER.findall(rest), key=lambda row: (_UNITS.index(row[2]), float(row[1])), reverse=True)
     for pid, size, unit in others[:_NAMED]:
-        user, command = who(pid)
+        user, command, _ = who(pid)
         holders.append(f"pid {pid}{f' of {user} ({command})' * bool(user)} {size} {unit}")
     holders += [f"{len(others) - _NAMED} more"] * (len(others) > _NAMED)
     return f"{asked}: GPU {gpu} has {free} of {total} free; {', '.join(holders)}."

@@ -10,14 +10,16 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mpiddp.hosts import gpus
 from mpiddp.hosts.gpu_faults import faults, notes
-from mpiddp.hosts.gpu_health import claim, read_health
+from mpiddp.hosts.gpu_health import claim, read_health, who
 from mpiddp.hosts.gpus import Gpu, chosen_gpus, read_gpus
 from mpiddp.hosts.interfaces import machine
 from mpiddp.protocol.channel import AGENT_NAME
@@ -189,17 +191,23 @@ def test_a_gpu_that_the_driver_does_not_reach(tmp_path, named):
 
 
 def test_who_holds_memory(host):
-    with subprocess.Popen(["sleep", "6000"]) as process:
+    with subprocess.Popen(["sleep", "6000"]) as process, ExitStack() as stack:
+        stack.callback(process.kill)
         pid = process.pid
         _, (note,) = host(users=f"{SECOND}, {pid}, 1014\n{FIRST}, {pid}, 30")
-        assert re.fullmatch(rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000\) holds 1\.1 GB\.", note)
+        since = r"since \d{4}-\d\d-\d\d \d\d:\d\d"
+        assert re.fullmatch(rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000, {since}\) holds 1\.1 GB\.", note)
         _, (note,) = host(users=f"{SECOND}, {pid}, [N/A]")
         assert note.endswith("holds some memory.")
-        process.kill()
     _, (note,) = host({"memory.used": "40000"}, users=f"{FIRST}, 999999, 40000")
     assert note == (
         "a: GPU 0 is in use: processes that are not listed (a desktop's, another container's) hold 41.9 GB."
     )
+
+
+def test_since_when_a_process_runs():
+    ps = partial(subprocess.check_output, ["ps", "-o", "etimes=", "-p", "1"])
+    assert int(ps()) - 1 <= time.time() - who("1")[2] <= int(ps()) + 1  # in whole seconds there
 
 
 CLAIMS = """
