@@ -148,11 +148,12 @@ def shard_of(rank: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """The step in the folder's name. Raises ValueError if the name is not a checkpoint's."""
-    match = _NAME.fullmatch(folder.name)
-    if match is None:
-        raise ValueError(f"{folder.name} is not named step_00000000")
-    return int(match[1])
+    """The step in the folder's name, or in the facts of a copy with another name; -1 if they are broken."""
+    if match := _NAME.fullmatch(folder.name):
+        return int(match[1])
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+        return About.parse(read_limited(folder / ABOUT, MAX_BYTES)).step
+    return -1
 
 
 def name_of_step(step: int) -> str:

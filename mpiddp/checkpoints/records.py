@@ -36,19 +36,20 @@ class RunRecords:
     The training matters more than its records: one that cannot be written only causes a warning.
 
     Attributes:
+        first: the first step of this process.
         scores: by step, the values of the metric by which the best checkpoint is kept.
         has_recorded: the script calls `mpiddp.log_metrics` on this rank, whether it writes or not.
     """
 
     def __init__(self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None) -> None:
-        self.dir, self._metric, self.config = run, metric, config or {}
+        self.dir, self._metric, self.config, self.first = run, metric, config or {}, 0
         self.scores: dict[int, float] = {}
         self._is_writer = self.has_started = False
         self._is_warned = self.is_closed = self.has_recorded = False
 
     def start(self, step: int, *, is_writer: bool) -> None:
         """Take records from now on, and drop those of later steps, which the run repeats."""
-        self._is_writer, self.has_started, path = is_writer, True, self.dir.metrics
+        self._is_writer, self.has_started, self.first, path = is_writer, True, step + 1, self.dir.metrics
         if not is_writer:
             return
         try:
@@ -181,12 +182,12 @@ def runs() -> list[RunRecords]:
 
 
 def _run_of_sinks(runs: Sequence[RunRecords], step: int) -> SinkRun:
-    """The run of this process for `--log-to`. `step` is the first one that it records."""
+    """The run of this process for `--log-to`. Without `mpiddp.Checkpoints`, `step` is its first."""
     if runs:
         records = runs[0]
         name, began = records.dir.path.name, _when(records.began_at())
         key = _NO_NAME.sub("-", f"{name}-{began}")
-        return SinkRun(key, records.dir.path, records.config, step)
+        return SinkRun(key, records.dir.path, records.config, records.first)
     # The restarts of a job have one id.
     script, began = Path(sys.argv[0]).stem, os.environ.get(RUN_ID) or _when(time.time())
     key = _NO_NAME.sub("-", f"{script}-{began}")

@@ -13,7 +13,7 @@ import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import BinaryIO
 
 from mpiddp.explain.failures import FAILURES, ROWS, Failure, Weight
@@ -57,9 +57,8 @@ _WELL = re.compile(
 
 _BY_ID = {row.id: row for row in ROWS}
 _OWN_ERROR, _RANK_ENDED = _BY_ID["own-error"], _BY_ID["rank-ended"]
-_HANG, _INTERRUPT = _BY_ID["python-hang"], _BY_ID["python-interrupted"]
-# Texts with the same first character share a branch, because that is faster than one alternative for each
-# text.
+_HANGS, _INTERRUPT = (_BY_ID["python-hang"], _BY_ID["python-quiet"]), _BY_ID["python-interrupted"]
+# Texts with the same first character share a branch, because that is faster than one alternative for each text.
 _BRANCHES = groupby(sorted([OURS, FIX, *(text for row in ROWS for text in row.says)]), key=lambda text: text[0])
 _TEXTS = re.compile(
     "|".join(
@@ -167,7 +166,7 @@ class Log:
             self._rows.setdefault(row.id, explanation)
             if row is _OWN_ERROR and not prefix:  # of one process, the last one has ended it
                 self._rows[row.id] = explanation
-            elif row is _HANG:
+            elif row in _HANGS:
                 self._verdict, self.stop = explanation, None
         return bool(rows)
 
@@ -175,13 +174,14 @@ class Log:
         """Take a verdict of the launcher, or a sentence below it, such as one with a known cause."""
         if verdict is None:
             says_cause = (row for row in FAILURES if row.cause in text or f" {row.id}" in text)
-            row = next(says_cause, _HANG if _HANG in _shown_by(text) else None)
+            hangs = (row for row in _shown_by(text) if row in _HANGS)
+            row = next(chain(says_cause, hangs), None)
         else:
             error = verdict["error"]
             rows = _shown_by(error or text, Weight.EXCEPTION) or [_OWN_ERROR] * bool(error)
             row = next((row for row in rows if row.weight != Weight.CONSEQUENCE), _RANK_ENDED)
             is_own = row.weight in (Weight.CAUSE, Weight.EXCEPTION) and row is not _INTERRUPT
-            if self._verdict and self._verdict.failure is _HANG and not is_own:
+            if self._verdict and self._verdict.failure in _HANGS and not is_own:
                 return  # Ctrl-C, or the end of a rank, has only ended the hang
         if row is None or (self._verdict and self._verdict.failure is row):
             return

@@ -19,8 +19,7 @@ _LEAST = 128 << 20  # bytes; a process that holds less, such as a server of MPS,
 _LEAST_SHARE = 0.1  # if unknown processes hold a larger share of a GPU's memory, a note says so
 # The driver asks for no recovery: the values of the newer and of the older field of nvidia-smi.
 _USABLE = ("None", "No")
-# Errors of the hardware, by https://docs.nvidia.com/deploy/xid-errors. Most other Xids are errors of
-# programs.
+# Errors of the hardware, by https://docs.nvidia.com/deploy/xid-errors. Most other Xids are errors of programs.
 _XIDS = {
     48: "an uncorrectable memory error",
     64: "a row of its memory could not be replaced",
@@ -82,8 +81,7 @@ def in_use(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iter
 def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
     """The latest error of each kind that the hardware of a GPU has reported.
 
-    An error is over if the driver has been loaded since, or asks for no recovery: the GPU may have been
-    reset.
+    An error is over if the driver has been loaded since, or asks for no recovery: the GPU may have been reset.
     """
     latest = {xid.number: xid for xid in sorted(gpu.xids, key=lambda xid: -xid.ago_s)}
     for number in (xid for xid in _XIDS if xid in latest):

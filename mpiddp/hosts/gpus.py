@@ -26,8 +26,7 @@ NO_ANSWER = (
     "-x CUDA_VISIBLE_DEVICES="
 )
 _MOST_BYTES = 16 << 20  # of a tool's output; a kernel's log may have so many
-# NVIDIA's driver lists its GPUs, also in a container without nvidia-smi, and the container may use these
-# devices.
+# NVIDIA's driver lists its GPUs, also in a container without nvidia-smi, and the container may use these devices.
 _LISTED, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 _END_S = 0.5  # a tool that has closed its output gets this time to end
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs

@@ -383,8 +383,7 @@ class Login:
     def again(self, errors: str, config: str, direct: str) -> Login | None:
         """A second login, if this one was dropped before it began, and its deadline leaves time for one.
 
-        With the configuration `direct`, ssh shares no connection to a jump host, and says why that one
-        refuses.
+        With the configuration `direct`, ssh shares no connection to a jump host, and says why that one refuses.
         """
         has_time = time.monotonic() + 2 * jump.PAUSE_S < self.deadline
         if self.has_begun or not has_time or not jump.was_dropped(errors):

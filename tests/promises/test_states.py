@@ -27,6 +27,7 @@ import mpiddp
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.records import runs
 from mpiddp.cli import main
+from mpiddp.errors import UserError
 from tests.support.patience import slowness
 from tests.support.place import eventually, program
 from tests.support.ranks import LAUNCH
@@ -449,6 +450,14 @@ def test_retention(tmp_path, capsys):
     assert main(["checkpoints", "list", str(run)]) == 0
     assert "intact  pinned" in capsys.readouterr().out
     assert main(["checkpoints", "pin", str(run), "4"]) == 2
+    copy = shutil.copytree(step_folder(run, 6), tmp_path / "published")
+    assert main(["checkpoints", "list", str(copy)]) == 0
+    with pytest.raises(UserError, match="no checkpoint has a score"):
+        mpiddp.load(copy, best=True)
+    (copy / "about.json").unlink()
+    capsys.readouterr()
+    assert main(["checkpoints", "list", str(copy)]) == 0
+    assert capsys.readouterr().out.split()[-1] == "broken"
 
 
 def test_going_back_as_often_as_asked(tmp_path, capsys):

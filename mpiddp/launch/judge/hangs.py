@@ -1,9 +1,9 @@
 """Ranks that hang, and ranks that do not join, by the record of an attempt. Nothing here acts.
 
 A hang is a collective of torch, or the forming of its group, that some ranks have entered and others have
-not, for WAIT_S. About any other
-silence, such as an evaluation, a save or a wait in native code, a sentence after QUIET_S only says that no
-rank has made a step, and where each rank is. With --hang-timeout, a silence of that length ends the job.
+not, for WAIT_S. About any other silence, such as an evaluation, a save or a wait in native code, a sentence
+after QUIET_S only says that no rank has made a step, and where each rank is. With --hang-timeout, a silence
+of that length ends the job.
 """
 
 from __future__ import annotations

@@ -167,8 +167,7 @@ def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str
 def gpu_table(hosts: Sequence[Host], environment: Environment) -> str:
     """MPIDDP_GPUS: the variables that the ranks of each host set before they load torch; "" for none.
 
-    If the user hides all GPUs of a job, the numbers in its hostfile are ignored, because nobody has checked
-    them.
+    If the user hides all GPUs of a job, the numbers in its hostfile are ignored, because nobody has checked them.
     """
     env = environment.shell
     names = sorted(env.keys() - environment.chosen.keys())

@@ -104,8 +104,7 @@ def _shared_network(
 def _route(name: str, login: str, family: socket.AddressFamily) -> tuple[str, str] | None:
     """This machine's address and the host's, as a connection would have them; None without a route.
 
-    A name may be an alias that only ssh knows: `login` is the address to which ssh has connected. Nothing is
-    sent.
+    A name may be an alias that only ssh knows: `login` is the address to which ssh has connected. Nothing is sent.
     """
     addresses = [address[0] for version, address in addresses_of(name) if version == family]
     for address in filter(None, [*addresses, login]):

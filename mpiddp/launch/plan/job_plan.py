@@ -36,7 +36,6 @@ from mpiddp.launch.plan.placement import Past, choose, place
 from mpiddp.launch.plan.preflight import NOT_AT_ALL, Checked, Waits, check_gpus, preflight
 from mpiddp.launch.plan.starters import find_starter
 from mpiddp.protocol import variables
-from mpiddp.protocol.orders import Orders
 from mpiddp.text import all_of, counted
 
 # This Python. Links are not resolved: its path identifies a virtual environment.
@@ -290,8 +289,8 @@ def _ours(options: LaunchOptions, starter: Starter, request: Request) -> dict[st
         variables.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         variables.LOG_DIR: options.log_dir,
         variables.LOG_TO: shlex.join(options.log_to),
-        # For a command of --dry-run.
-        variables.ORDERS: Orders(exported=tuple(chosen), image=options.image, mounts=options.mounts).packed(),
+        # For a command of --dry-run, whose output no launcher selects.
+        variables.ORDERS: options.orders._replace(exported=tuple(chosen), log_ranks="").packed(),
         "MASTER_ADDR": options.master_addr,
     }
     return {name: value for name, value in ours.items() if value}

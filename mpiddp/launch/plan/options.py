@@ -170,6 +170,11 @@ class LaunchOptions:
         return terminal
 
     @property
+    def orders(self) -> Orders:
+        """Those of the agents that are options."""
+        return Orders(**{name: value for name, value in vars(self).items() if name in Orders._fields})
+
+    @property
     def names_hosts(self) -> bool:
         return (self.hostfile, self.host_list) != (None, None)
 

@@ -98,8 +98,7 @@ def orders_of(launcher: Launcher, plan: Plan, server: ControlServer) -> Orders:
     }
     umask = os.umask(0)
     os.umask(umask)
-    shared = {name: value for name, value in vars(options).items() if name in Orders._fields}
-    return Orders(**shared)._replace(
+    return options.orders._replace(
         address=server.address,
         key=server.key,
         lost_s=server.lost_s,

@@ -13,6 +13,7 @@ import pytest
 from mpiddp.errors import FAILED, STOPPED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.judge.events import Outcome, Phase, Record, Stop
+from mpiddp.launch.plan import job_plan
 from mpiddp.launch.plan.command import Command
 from mpiddp.launch.plan.environment import Environment
 from mpiddp.launch.plan.options import LaunchOptions
@@ -23,7 +24,9 @@ from mpiddp.launch.run.control import SignalQueue
 from mpiddp.launch.run.job import Job, Move
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.mpirun import MpirunProcess
+from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.server import Event
+from mpiddp.protocol.variables import ORDERS
 
 
 def test_a_log_folder_that_comes_back(tmp_path, capfd):
@@ -133,6 +136,15 @@ def test_a_port_that_another_program_has(capfd):
     wanted = {"launcher": "10.0.0.1:5", "meet": ({"node1": "10.0.0.1", "node2": "10.0.0.2"}, 41_111, 3.0, 16)}
     assert handover._cut_off(reports, wanted) == {}
     assert "another program has tcp/41111 on node2" in capfd.readouterr().err
+
+
+def test_the_agents_of_a_dry_run_have_the_options():
+    """Its command runs without this launcher."""
+    hosts = Hosts("hosts", (Host("localhost", slots=2),))
+    options = LaunchOptions(("train.py",), failed_grace_s=20.0, log_ranks="all", dry_run=True)
+    placed = place(hosts, {}, STARTERS[1], options, Environment(), Past(hosts), 1)
+    request = SimpleNamespace(hosts=placed, environment=Environment(), networks=())
+    assert Orders.unpacked(job_plan._ours(options, STARTERS[1], request)[ORDERS]) == Orders(failed_grace_s=20.0)
 
 
 def test_a_restart_without_a_rank_whose_output_is_wanted(capfd):
