@@ -187,6 +187,16 @@ def test_the_pages_name_each_row(page, name):
     assert name in (ROOT / f"docs/{page}.md").read_text()
 
 
+def test_each_recipe_names_what_is_like_it():
+    """`git grep -w` of it shows the places of a row."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| to add | like |")[2].partition("\n\n")[0]
+    names = [name for line in table.splitlines()[2:] for name in re.findall(r"`(.+?)`", line.split(" | ")[1])]
+    files = [path for folder in ("mpiddp", "tests/promises") for path in (ROOT / folder).rglob("*.[pi][yn]*")]
+    text = "\n".join(path.read_text(errors="replace") for path in files)
+    assert len(names) > 12
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+
+
 TIMES = [  # of the program, in sentences of the pages
     ("hangs", "have waited in a collective for {:.0f} s", hangs.WAIT_S),
     ("hangs", "for {:.0f} min no rank makes a step", hangs.QUIET_S / 60),
