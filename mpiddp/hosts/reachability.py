@@ -27,9 +27,8 @@ _OF_TCP = 128  # bytes of tcp_info, up to the fields of Linux 4.1
 def meet(addresses: dict[str, str], port: int, start_s: float, most: int) -> dict[str, dict[str, str]] | None:
     """Connect to the other hosts, and answer them. Returns the errors for each name, as `_reach` does.
 
-    None if another program has the port on this host. Every host calls this with the same arguments, all of
-    them within `start_s`. Of more than `most` hosts, each connects only to the first one and to its two
-    neighbours.
+    None if another program has the port on this host. Every host calls this with the same arguments, all of them
+    within `start_s`. Of more than `most` hosts, each connects only to the first one and to its two neighbours.
     """
     from concurrent.futures import ThreadPoolExecutor  # 10 ms
 

@@ -270,7 +270,7 @@ class Cifar:
 
     def find(self, folder: Path) -> Path | None:
         # A folder with some of the files is found too, because reading it names the file that is missing.
-        for candidate in (folder, folder / self.folder):
+        for candidate in (folder / self.folder, folder):
             if any((candidate / file).exists() for file in self.files):
                 return candidate
         return None
@@ -301,7 +301,8 @@ class Cifar:
         return (images[:split], labels[:split]), (images[split:], labels[split:])
 
     def _verified(self, file: Path) -> bytes:
-        fix = f"remove {file.parent}, and run again, which downloads it again"
+        ours, another = f"remove {file.parent}, and run again, which downloads it again", "name another --data-dir"
+        fix = ours if file.parent.name == self.folder else another  # which has more than this data set
         try:
             content = file.read_bytes()
         except FileNotFoundError:

@@ -107,7 +107,7 @@ def test_pages_name_only_files_that_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize(("path", "text"), written().items(), ids=lambda value: Path(value).stem)
+@pytest.mark.parametrize(("path", "text"), written().items(), ids=[path.stem for path in written()])
 def test_what_a_program_writes_is_current(path, text):
     assert path.read_text() == text, "run: ./run.sh write"
 

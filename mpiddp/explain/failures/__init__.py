@@ -1,11 +1,11 @@
 """The table of known failures: one section of an .ini file each. docs/troubleshooting.md shows it to users.
 
     [gloo-timeout]                        its id: stable, beginning with a key of PROGRAMS
-    says = operation to complete | …      texts that the program prints, each within one line
+    says = operation to complete | …      texts that the program prints, each within one line; users read them
     pattern = Timed out waiting \\d+ms     what the line has to match as well, if good runs print the text too;
                                           its group (?P<NAME>…) has the word for NAME in the fix
     weight = symptom                      how near it is to the root cause: see Weight; without it, cause
-    blames = another rank                 than the first that failed, or "host": its host, whatever its script does
+    blames = another rank                 than the first that failed, so no host; or "host": that of the first
     cause = A rank waited for another …   one or two sentences; what is only likely is called usual
     fix = Look at what the other …        what to do, with the command where there is one
 

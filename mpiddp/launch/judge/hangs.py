@@ -152,7 +152,7 @@ def places_sentence(record: Record, ranks: Sequence[int] | None = None) -> str:
 def _stacks_of(record: Record, ranks: Sequence[int]) -> str:
     """The Python stack of one rank of each place, the rarest places first, without threads of libraries."""
     firsts = [members[0] for _, members in _groups(record, ranks)]
-    shown = [rank for rank in reversed(firsts) if rank in record.stacks][:_NAMED]
+    shown = [rank for rank in reversed(firsts) if _place(record, rank)][:_NAMED]
     texts = [(rank, stacks_of_script(record.stacks[rank]["text"])) for rank in shown]
     return "".join(f"\nThe Python stack of rank {rank}:\n{text}" for rank, text in texts)
 
@@ -169,6 +169,8 @@ def _clauses(record: Record, rank: int) -> tuple[str, str]:
         return "has finished", "have finished"
     if place := _place(record, rank):
         return f"is in {place}", f"are in {place}"
+    if record.stacks.get(rank, {}).get("text") == "":  # a command shows no line
+        return "runs a command", "run a command"
     silent = "not answer: stopped, or stuck in native code"
     return f"does {silent}", f"do {silent}"
 

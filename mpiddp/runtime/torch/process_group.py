@@ -128,8 +128,7 @@ def choose_backend(requested: str | None) -> str:
 def device_of(world: World, backend: str) -> torch.device:
     """The device of this rank. Only this function decides on it.
 
-    With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if each rank has
-    its own.
+    With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if each rank has its own.
     """
     if backend == "gloo":
         return torch.device("cpu")

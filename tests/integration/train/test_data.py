@@ -3,6 +3,7 @@
 import hashlib
 import random
 import re
+import shutil
 import sys
 import tarfile
 from dataclasses import replace
@@ -201,11 +202,10 @@ def test_crops(tmp_path):
     assert 160 < flips < 240
 
 
-@pytest.fixture(params=["cifar10", "cifar100"])
+@pytest.fixture(params=[name for name, row in DATASETS.items() if isinstance(row, Cifar)])
 def source_of_five(tmp_path: Path, request: Any) -> Cifar:
     """A row of DATASETS whose files have five random images each, with their hashes. They lie in tmp_path."""
     row, draw = DATASETS[request.param], np.random.default_rng(0)
-    assert isinstance(row, Cifar)
     (tmp_path / row.folder).mkdir()
     hashes = {}
     for name in row.files:
@@ -250,6 +250,17 @@ def test_a_missing_file_is_named(source_of_five, tmp_path):
         row.read(tmp_path)
     with pytest.raises(UserError, match=rf"no {row.title} .* in /none\.\n{FIX}copy "):
         row.read(Path("/none"))
+
+
+def test_a_file_of_the_same_name_is_never_to_be_removed_with_its_folder(source_of_five, tmp_path):
+    """The user's folder may hold more. A folder of the data set's own name in it comes first."""
+    row = source_of_five
+    first, *_ = row.files
+    (tmp_path / first).write_bytes(b"x")
+    assert len(row.read(tmp_path)[1][0]) == 5
+    shutil.rmtree(tmp_path / row.folder)
+    with pytest.raises(UserError, match=rf"{first} is not .*\n{FIX}name another --data-dir"):
+        row.read(tmp_path)
 
 
 def test_a_download_is_verified_and_appears_whole(source_of_five, tmp_path, monkeypatch):
