@@ -286,9 +286,8 @@ class Checkpoints:
         run = Run(self._records, self._coordinator, self._options, self._bucket, call)
         try:
             yield run
-            first = max(run.step, 0)
             with run.writing_together():
-                self._records.start(first, is_writer=run.is_writer)
+                self._records.start(run.step, is_writer=run.is_writer)
                 if run.is_writer:
                     self._records.dir.metrics.touch()
                     run.wishes().write(self._records.dir.path)
@@ -302,7 +301,7 @@ class Checkpoints:
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)
-            self._records.add_event(event="started", step=first, hosts=hosts, versions=versions)
+            self._records.add_event(event="started", step=max(run.step, 0), hosts=hosts, versions=versions)
         atexit.register(self._end_at_exit)
 
 

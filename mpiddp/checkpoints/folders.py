@@ -152,7 +152,7 @@ def step_of(folder: Path) -> int:
     if match := _NAME.fullmatch(folder.name):
         return int(match[1])
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        return About.parse(read_limited(folder / ABOUT, MAX_BYTES)).step
+        return int(About.parse(read_limited(folder / ABOUT, MAX_BYTES)).step)
     return -1
 
 

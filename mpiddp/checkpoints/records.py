@@ -48,7 +48,7 @@ class RunRecords:
         self._is_warned = self.is_closed = self.has_recorded = False
 
     def start(self, step: int, *, is_writer: bool) -> None:
-        """Take records from now on, and drop those of later steps, which the run repeats."""
+        """Take records from now on, and drop those after `step`, -1 for none, which the run repeats."""
         self._is_writer, self.has_started, self.first, path = is_writer, True, step + 1, self.dir.metrics
         if not is_writer:
             return

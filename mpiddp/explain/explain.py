@@ -166,7 +166,7 @@ class Log:
             self._rows.setdefault(row.id, explanation)
             if row is _OWN_ERROR and not prefix:  # of one process, the last one has ended it
                 self._rows[row.id] = explanation
-            elif row in _HANGS:
+            elif row is _HANGS[0]:  # a quiet job has only been named, and may go on
                 self._verdict, self.stop = explanation, None
         return bool(rows)
 
@@ -178,6 +178,7 @@ class Log:
             row = next(chain(says_cause, hangs), None)
         else:
             error = verdict["error"]
+            self._rows.pop(_HANGS[1].id, None)  # the job went on after it
             rows = _shown_by(error or text, Weight.EXCEPTION) or [_OWN_ERROR] * bool(error)
             row = next((row for row in rows if row.weight != Weight.CONSEQUENCE), _RANK_ENDED)
             is_own = row.weight in (Weight.CAUSE, Weight.EXCEPTION) and row is not _INTERRUPT

@@ -149,8 +149,8 @@ class Image(NamedTuple):
     def fix(self, *, is_alone: bool = False) -> str:
         """What brings it to a host that has not the same one, or to this host if no other takes part."""
         way = os.path.dirname(self.name) if self.is_file else f"--image {self}"  # noqa: PTH120
-        push = f"mpiddp hosts push HOSTFILE {way}"
-        return f"{self.program} pull {self.name}" if is_alone and not self.is_file else push
+        here = "" if self.is_file else f"{self.program} pull {self.name}"
+        return here if is_alone else f"mpiddp hosts push HOSTFILE {way}"
 
     def command(self, container: Container, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` in this container."""

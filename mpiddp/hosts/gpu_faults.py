@@ -116,8 +116,8 @@ def _those(gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> list[tuple[int,
 
 
 def _named(holder: Holder) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(holder.began_at))
-    return escaped(f"pid {holder.pid} of {holder.user} ({holder.command}, since {since})")
+    since = time.strftime(", since %Y-%m-%d %H:%M", time.localtime(holder.began_at)) if holder.began_at else ""
+    return escaped(f"pid {holder.pid} of {holder.user} ({holder.command}{since})")
 
 
 def _memory(holder: Holder) -> str:

@@ -46,12 +46,13 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] 
 
 
 def who(pid: str) -> tuple[str, str, float]:
-    """The user and the command of a process, "" where this host does not show it, and when it began."""
+    """The user and the command of a process, and when it began; "" and 0.0 where this host does not show it."""
+    user, command, began_at = "", "", 0.0
     with suppress(OSError, IndexError):
-        user, ticks = Path("/proc", pid).stat().st_uid, fact_of(pid, "stat").rpartition(b")")[2].split()[19]
-        ago_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
-        return _name_of(user), command_of(int(pid)), time.time() - ago_s
-    return "", "", 0.0
+        user, command = _name_of(Path("/proc", pid).stat().st_uid), command_of(int(pid))
+        ticks = int(fact_of(pid, "stat").rpartition(b")")[2].split()[19])  # since the start of the machine
+        began_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return user, command, began_at
 
 
 def _name_of(user: int) -> str:

@@ -59,7 +59,7 @@ class Holder(NamedTuple):
     memory: int | None  # bytes
     user: str  # "" if this host does not show the process, for example in another container
     command: str
-    began_at: float  # in seconds since the epoch
+    began_at: float  # in seconds since the epoch, 0 if it is not known
     is_left: bool  # whether a job of mpiddp has left it, which has no agent on this host any more
 
 

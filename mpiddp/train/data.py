@@ -270,10 +270,9 @@ class Cifar:
 
     def find(self, folder: Path) -> Path | None:
         # A folder with some of the files is found too, because reading it names the file that is missing.
-        for candidate in (folder / self.folder, folder):
-            if any((candidate / file).exists() for file in self.files):
-                return candidate
-        return None
+        present = {at: sum((at / file).exists() for file in self.files) for at in (folder / self.folder, folder)}
+        best = max(present, key=present.__getitem__)  # of equals, the first
+        return best if present[best] else None
 
     def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
         train, test = self.read(folder)
@@ -301,8 +300,8 @@ class Cifar:
         return (images[:split], labels[:split]), (images[split:], labels[split:])
 
     def _verified(self, file: Path) -> bytes:
-        ours, another = f"remove {file.parent}, and run again, which downloads it again", "name another --data-dir"
-        fix = ours if file.parent.name == self.folder else another  # which has more than this data set
+        # The folder may be the user's, with other files.
+        fix = f"remove {', '.join(self.files)} from {file.parent}, and run again, which downloads them"
         try:
             content = file.read_bytes()
         except FileNotFoundError:

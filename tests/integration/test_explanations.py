@@ -74,6 +74,8 @@ CHAINED = [
 ]
 CAUSE = f'mpiddp: "No space left on device" has a known cause. The system: {BY_ID["system-disk-full"].cause}'
 HUNG = "mpiddp: rank 0 on n1 has not entered broadcast no. 5, for which rank 1 has waited 60 s."
+SILENCE = "no rank has made a step for 300 s: rank 0 on n1 is in load (a.py:3): q.get()  # rank 1 has not entered it."
+QUIET, ENDED_QUIET = f"mpiddp: {SILENCE}", f"mpiddp: the job hung and was stopped: {SILENCE}"
 INTERRUPTED = "mpiddp: rank 0 on n1 failed first: KeyboardInterrupt. The other ranks were stopped."
 GONE = (
     "mpiddp: rank 0 on n1 ended early, with exit code 0. Then rank 1 on n1 failed first: RuntimeError: "
@@ -116,6 +118,12 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         ([HUNG, "KeyboardInterrupt", INTERRUPTED], [("python-hang", 1), ("python-interrupted", 2)]),
         ([HUNG, "interrupted", GONE], [("python-hang", 1)]),
         ([HUNG, VERDICT], [("own-error", 2), ("python-hang", 1)]),
+        # A silence is no hang. The job went on after it, unless it was stopped for it.
+        ([QUIET], [("python-quiet", 1)]),
+        ([QUIET, KILLED], [("system-killed", 2)]),
+        ([QUIET, ENDED], [("rank-ended", 2)]),
+        ([QUIET, ENDED_QUIET], [("python-quiet", 2)]),
+        (["mpiddp: the job hung and was stopped."], [("python-hang", 1)]),  # of an older launcher
         # What a restart has survived is no cause of the end.
         (["ValueError: bad", VERDICT, RESTARTED, KILLED], [("system-killed", 4)]),
         (["ValueError: bad", VERDICT, RESTARTED, ENDED], [("rank-ended", 4)]),

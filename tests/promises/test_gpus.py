@@ -95,8 +95,8 @@ def test_a_gpu_that_an_earlier_job_still_holds(hosts):
     env = tools(hosts, "nvidia-smi", {"node0": nvidia_smi({}), "node1": used})
     done = hosts.run(*ONE_EACH, JOB, env=env).assert_ok()
     (fact,), (end,) = done.said, done.fixes
-    holder = f"node1: pid {pid} of root (sleep 6000) of an earlier job"
-    assert fact == f"{holder} still holds 1.1 GB of GPU 0."
+    holder = rf"node1: pid {pid} of root \(sleep 6000, since [-\d]+ [:\d]+\) of an earlier job"
+    assert re.fullmatch(rf"{holder} still holds 1\.1 GB of GPU 0\.", fact)
     assert end == f"ssh node1 kill -9 {pid}"
     hosts["node0"].run(["sh", "-c", end], check=True)
     eventually(lambda: not hosts.processes("sleep 6000"))

@@ -176,7 +176,7 @@ def _clauses(record: Record, rank: int) -> tuple[str, str]:
 
 
 def _place(record: Record, rank: int) -> str:
-    """The line of the script that a rank executes, or "" if it has sent no stack."""
+    """The line of the script that a rank executes, or "" without one: it has sent no stack, or has ended."""
     stacks = record.stacks.get(rank)
     return "" if stacks is None or rank in record.done else place_of(stacks["text"])
 

@@ -3,7 +3,6 @@
 import hashlib
 import random
 import re
-import shutil
 import sys
 import tarfile
 from dataclasses import replace
@@ -252,14 +251,16 @@ def test_a_missing_file_is_named(source_of_five, tmp_path):
         row.read(Path("/none"))
 
 
-def test_a_file_of_the_same_name_is_never_to_be_removed_with_its_folder(source_of_five, tmp_path):
-    """The user's folder may hold more. A folder of the data set's own name in it comes first."""
+def test_a_folder_with_other_files_is_never_to_be_removed(source_of_five, tmp_path):
+    """Of two folders, that with more files of the data set is read. Only these are to be removed."""
     row = source_of_five
-    first, *_ = row.files
+    first, *others = row.files
     (tmp_path / first).write_bytes(b"x")
     assert len(row.read(tmp_path)[1][0]) == 5
-    shutil.rmtree(tmp_path / row.folder)
-    with pytest.raises(UserError, match=rf"{first} is not .*\n{FIX}name another --data-dir"):
+    for name in others:
+        (tmp_path / row.folder / name).rename(tmp_path / name)
+    fix = rf"{FIX}remove .*{others[-1]} from {tmp_path}, and run again, "
+    with pytest.raises(UserError, match=rf"{first} is not .*\n{fix}"):
         row.read(tmp_path)
 
 

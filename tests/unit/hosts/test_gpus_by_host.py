@@ -206,8 +206,8 @@ def test_who_holds_memory(host):
 
 
 def test_since_when_a_process_runs():
-    ps = partial(subprocess.check_output, ["ps", "-o", "etimes=", "-p", "1"])
-    assert int(ps()) - 1 <= time.time() - who("1")[2] <= int(ps()) + 1  # in whole seconds there
+    ps = partial(subprocess.check_output, ["ps", "-o", "etimes=", "-p", str(os.getpid())])
+    assert int(ps()) - 1 <= time.time() - who(str(os.getpid()))[2] <= int(ps()) + 1  # in whole seconds there
 
 
 CLAIMS = """
