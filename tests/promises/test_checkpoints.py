@@ -368,6 +368,11 @@ def test_records_of_a_script(tmp_path):
     assert [each["step"] for each in found] == [1, 2, 3, 4, 5, 6]
     assert [each["start"] for each in found] == [0, 0, 1, 1, 1, 1]
     assert found[0] == {"step": 1, "start": 0, "loss": 0.5, "best": None, "name": "a"}
+    for start in range(2):
+        with mpiddp.Checkpoints(tmp_path / "new", every=None) as checkpoints:
+            checkpoints.resume()
+            mpiddp.log_metrics(0, start=start)
+    assert [each["start"] for each in records(tmp_path / "new")] == [1], "nothing was saved"
 
 
 # Refusals
