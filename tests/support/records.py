@@ -60,7 +60,7 @@ def replay(path: Path) -> str:
                 sentences.setdefault(hang.about, f"{hang.sentence}{hang.stacks}")
             case "noticed", "LateStart":
                 late_s = facts["seconds"]
-            case "end", _ if late_s and record.latest["started"]:
+            case "end", _ if late_s and record.latest["started"] and record.missing:
                 assert missing_sentence(record, late_s) == facts["why"]
     outcome = verdict(record)
     sentences |= {line: line for line in (outcome.sentence, outcome.known_cause)}
