@@ -308,5 +308,4 @@ else
 fi
 export MPIDDP_PREFIX=${MPIDDP_PREFIX:-never} # only rank 0 prints in a training
 [[ -z $mpirun ]] || named+=(--mpirun "$mpirun")
-export MPIDDP_PROGRAM="$venv/bin/mpiddp" # in the line that says how to resume: no shell finds it on PATH
-exec "$venv/bin/python" -m mpiddp launch "${named[@]}" -m mpiddp train "$@"
+exec "$venv/bin/mpiddp" launch "${named[@]}" -m mpiddp train "$@"

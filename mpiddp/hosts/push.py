@@ -166,10 +166,9 @@ def push(
 ) -> tuple[dict[Host, int], dict[Host, str]]:
     """Make the folders of all other hosts as they are here, except for files that no push has sent there.
 
-    The environment becomes the same, even if it lies in another folder. Returns the bytes that each host
-    lacked (0: nothing has changed), and a sentence for each host that has not got everything. Raises
-    `failure_of` if too few hosts can take a push (then nothing is sent), and JobFailed if it has failed on
-    too many.
+    The environment becomes the same, even if it lies in another folder. Returns the bytes that each host lacked (0:
+    nothing has changed), and a sentence for each host that has not got everything. Raises `failure_of` if too few
+    hosts can take a push (then nothing is sent), and JobFailed if it has failed on too many.
     """
     if (least := min_hosts or len(hosts)) > len(hosts):
         raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")

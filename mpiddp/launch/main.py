@@ -12,8 +12,10 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Iterable
@@ -31,7 +33,6 @@ from mpiddp.launch.run.control import Exchange
 from mpiddp.launch.run.outcome_file import Report, print_outcome
 from mpiddp.launch.run.output import open_closed_streams
 from mpiddp.protocol.channel import DEFAULT_RANKS, encode, messages_over
-from mpiddp.protocol.variables import PROGRAM
 from mpiddp.text import all_of
 from mpiddp.world import World, leave_enclosing_job, leave_launchers
 
@@ -82,7 +83,9 @@ def main(argv: list[str]) -> int:
         reports.append(detached.report_path)
         folder = detached.folder
     printable = without_values(argv[: -len(options.command)], options.exports)
-    again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *printable, *options.command]
+    typed = sys.argv[0]  # a path, as of ./run.sh, if the shell has not found it on PATH
+    program = typed if Path(typed).name == "mpiddp" and shutil.which("mpiddp") != typed else "mpiddp"
+    again = [program, "launch", *printable, *options.command]
     report = Report(job, again, reports, options.on_end or (), folder, starts)
     return _run_and_report(options, report)
 

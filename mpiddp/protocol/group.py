@@ -61,9 +61,8 @@ class TimedSelector(selectors.DefaultSelector):
 class Peer:
     """A connection, which the selector reports with this object as its data.
 
-    `rank` is None until the peer has proved that it belongs to the job. `group` is 0 for a rank, and n for
-    its n-th script. A peer that stops reading is disconnected once its queue exceeds twice the limit of a
-    line.
+    `rank` is None until the peer has proved that it belongs to the job. `group` is 0 for a rank, and n for its n-th
+    script. A peer that stops reading is disconnected once its queue exceeds twice the limit of a line.
     """
 
     connection: socket.socket

@@ -68,7 +68,7 @@ def _refuse_shell_script(name: str, first_line: bytes, rest: IO[bytes]) -> None:
         compile(first_line + rest.read(), name, "exec")
     except (SyntaxError, ValueError):
         line = first_line.decode(errors="replace").strip()
-        fix = f"mpiddp launch … -- ./{name}"
+        fix = f"mpiddp launch … -- {name if os.sep in name else f'./{name}'}"
         raise UserError(f'{name} is not Python: it begins with "{line}".', fix=fix) from None
 
 

@@ -95,9 +95,8 @@ def running_jobs() -> list[RunningJob]:
     return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
 
 
-# All verbs have the same rule: JOB is the pid or the name of a job. Without JOB, they take the only job that
-# runs, if this container shows its launcher. `logs` and `wait` take jobs of --detach alone, or else the
-# latest.
+# All verbs have the same rule: JOB is the pid or the name of a job. Without JOB, they take the only job that runs, if
+# this container shows its launcher. `logs` and `wait` take jobs of --detach alone, or else the latest.
 
 
 def find_job(name: str | None) -> RunningJob:

@@ -118,6 +118,7 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         ([HUNG, "KeyboardInterrupt", INTERRUPTED], [("python-hang", 1), ("python-interrupted", 2)]),
         ([HUNG, "interrupted", GONE], [("python-hang", 1)]),
         ([HUNG, VERDICT], [("own-error", 2), ("python-hang", 1)]),
+        (["a.py: error: the following arguments are required: --local-rank"], [("torch-local-rank-argument", 1)]),
         # A silence is no hang. The job went on after it, unless it was stopped for it.
         ([QUIET], [("python-quiet", 1)]),
         ([QUIET, KILLED], [("system-killed", 2)]),

@@ -138,21 +138,24 @@ def test_a_terminal_that_closes(here):
 
 
 def test_the_printed_command_resumes(here):
-    """--stop-after stops a training, and the command that it prints continues it at the next step."""
+    """--stop-after stops a training, and the command that it prints continues it at the next step. It names
+    mpiddp by its path if that was typed."""
+    program = str(Path(sys.executable).with_name("mpiddp"))
     # The training takes longer than its start, so one of the times ends within it.
     train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=400", "--resume=auto"]
     for seconds in (2, 4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
         folder = here.folder / str(seconds)
         folder.mkdir()
         options = (*LONG_GRACE, "--stop-after", str(seconds), *here.where(1))
-        done = here.run("launch", *options, "-m", "mpiddp", "train", *train, cwd=folder)
+        done = here.run(program, "launch", *options, "-m", "mpiddp", "train", *train, cwd=folder)
         if done.code != 130:
             break
     done.assert_code(75)
     (saved,) = folder.glob("runs/*/checkpoints/step_*")
     step = int(saved.name.removeprefix("step_"))
     assert f"stopped at step {step}" in done.stdout
-    command = shlex.split(done.said[-1].removeprefix("to resume: mpiddp "))
+    command = shlex.split(done.said[-1].removeprefix("to resume: "))
+    assert command[:2] == [program, "launch"]
     command[command.index("--stop-after") + 1] = "1h"
     again = here.run(*command, cwd=folder).assert_ok()
     assert f"step {step}" in again.stdout
