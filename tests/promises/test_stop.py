@@ -141,13 +141,15 @@ def test_the_printed_command_resumes(here):
     """--stop-after stops a training, and the command that it prints continues it at the next step. It names
     mpiddp by its path if that was typed."""
     program = str(Path(sys.executable).with_name("mpiddp"))
+    elsewhere = [path for path in os.environ["PATH"].split(":") if path != str(Path(program).parent)]
+    env = {"PATH": ":".join(elsewhere)}
     # The training takes longer than its start, so one of the times ends within it.
     train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=400", "--resume=auto"]
     for seconds in (2, 4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
         folder = here.folder / str(seconds)
         folder.mkdir()
         options = (*LONG_GRACE, "--stop-after", str(seconds), *here.where(1))
-        done = here.run(program, "launch", *options, "-m", "mpiddp", "train", *train, cwd=folder)
+        done = here.run(program, "launch", *options, "-m", "mpiddp", "train", *train, cwd=folder, env=env)
         if done.code != 130:
             break
     done.assert_code(75)
