@@ -101,8 +101,8 @@ def top(argv: list[str]) -> int:
             try:
                 facts = job.ask(VIEW_JOB)
             except UserError:
-                if not job.path.exists():  # it has ended
-                    raise
+                if not job.path.exists():  # perhaps between the question and its answer
+                    raise job.ended_meanwhile from None
                 facts = {**facts, "phase": job.silence}  # as at a restart
         print("\n".join([*head_lines(facts), *rank_lines(facts["ranks"])]))
     except KeyboardInterrupt:

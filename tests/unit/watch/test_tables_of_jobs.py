@@ -14,7 +14,7 @@ from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.channel import is_valid, viewed_folders
 from mpiddp.protocol.server import Event
 from mpiddp.runtime.job.progress import BY_CALLS, BY_OPTIMIZER
-from mpiddp.watch import running_jobs
+from mpiddp.watch import running_jobs, table
 from mpiddp.watch.detached import KEPT, DetachedJob, detached_jobs, new_job
 from mpiddp.watch.running_jobs import RunningJob
 from mpiddp.watch.table import head_lines, rank_lines
@@ -189,3 +189,16 @@ def test_the_socket_of_another_machine_stays(monkeypatch, tmp_path):
         live.bind(str(other / "job"))
     running_jobs.running_jobs()
     assert (other / "job").exists()
+
+
+def test_a_job_that_ends_while_it_is_asked(facts, monkeypatch, tmp_path, capsys):
+    """Its launcher has taken the question of `top`, and gives no answer."""
+    job = RunningJob(tmp_path / "job", 7, "train.py", facts)
+    answers = iter([facts])
+    monkeypatch.setattr(table, "find_job", lambda _: job)
+    monkeypatch.setattr(RunningJob, "connected", lambda _: socket.socket(socket.AF_UNIX))
+    monkeypatch.setattr(running_jobs, "_answer", lambda *_: next(answers, {}))
+    monkeypatch.setattr(os, "isatty", lambda _: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert table.top(["7"]) == 0
+    assert capsys.readouterr().out.endswith("\njob 7 (train.py) has ended.\n")
