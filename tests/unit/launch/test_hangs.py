@@ -78,7 +78,7 @@ class Job:
                 self.record.add(Event("asked", at=self.now))
                 self.tell_calls()
                 for rank, frames in self.stacks.items():
-                    self.note(rank, "stacks", text=stack(frames))
+                    self.note(rank, "stacks", text=stack(frames) if frames else "")
                 if (hang := find_hang(self.record, self.printed_at)) is not None:
                     self.looked_at = self.now
                     sentences += f"{hang.sentence}{hang.stacks}" * (hang.about not in self.printed)
@@ -117,6 +117,12 @@ def test_a_job_that_works_between_its_steps_does_not_hang(cause, timeout_s):
         job.note(0, "saving", active=False)
     job.steps(50)
     assert job.looks == 0
+
+
+def test_a_command_shows_no_line():
+    job = Job(2, 100.0)
+    job.stacks = {0: [], 1: []}  # its agent has answered
+    assert job.after(110).endswith(": rank 0 on a, rank 1 on b run a command.")
 
 
 def test_a_job_that_makes_no_steps_is_never_called_quiet():
