@@ -57,7 +57,7 @@ _WELL = re.compile(
 
 _BY_ID = {row.id: row for row in ROWS}
 _OWN_ERROR, _RANK_ENDED = _BY_ID["own-error"], _BY_ID["rank-ended"]
-_HANGS, _INTERRUPT = (_BY_ID["python-hang"], _BY_ID["python-quiet"]), _BY_ID["python-interrupted"]
+_HANG, _QUIET, _INTERRUPT = (_BY_ID[f"python-{name}"] for name in ("hang", "quiet", "interrupted"))
 # Texts with the same first character share a branch, because that is faster than one alternative for each text.
 _BRANCHES = groupby(sorted([OURS, FIX, *(text for row in ROWS for text in row.says)]), key=lambda text: text[0])
 _TEXTS = re.compile(
@@ -166,7 +166,7 @@ class Log:
             self._rows.setdefault(row.id, explanation)
             if row is _OWN_ERROR and not prefix:  # of one process, the last one has ended it
                 self._rows[row.id] = explanation
-            elif row is _HANGS[0]:  # a quiet job has only been named, and may go on
+            elif row is _HANG:  # a quiet job has only been named, and may go on
                 self._verdict, self.stop = explanation, None
         return bool(rows)
 
@@ -174,15 +174,15 @@ class Log:
         """Take a verdict of the launcher, or a sentence below it, such as one with a known cause."""
         if verdict is None:
             says_cause = (row for row in FAILURES if row.cause in text or f" {row.id}" in text)
-            hangs = (row for row in _shown_by(text) if row in _HANGS)
+            hangs = (row for row in _shown_by(text) if row in (_HANG, _QUIET))
             row = next(chain(says_cause, hangs), None)
         else:
             error = verdict["error"]
-            self._rows.pop(_HANGS[1].id, None)  # the job went on after it
+            self._rows.pop(_QUIET.id, None)  # the job went on after it
             rows = _shown_by(error or text, Weight.EXCEPTION) or [_OWN_ERROR] * bool(error)
             row = next((row for row in rows if row.weight != Weight.CONSEQUENCE), _RANK_ENDED)
             is_own = row.weight in (Weight.CAUSE, Weight.EXCEPTION) and row is not _INTERRUPT
-            if self._verdict and self._verdict.failure in _HANGS and not is_own:
+            if self._verdict and self._verdict.failure in (_HANG, _QUIET) and not is_own:
                 return  # Ctrl-C, or the end of a rank, has only ended the hang
         if row is None or (self._verdict and self._verdict.failure is row):
             return
