@@ -300,8 +300,8 @@ class Cifar:
         return (images[:split], labels[:split]), (images[split:], labels[split:])
 
     def _verified(self, file: Path) -> bytes:
-        # The folder may be the user's, with other files.
-        fix = f"remove {', '.join(self.files)} from {file.parent}, and run again, which downloads them"
+        # The folder may be the user's, with other files, and the file may be another program's.
+        fix = f"move {', '.join(self.files)} out of {file.parent}, and run again, which downloads them"
         try:
             content = file.read_bytes()
         except FileNotFoundError:

@@ -245,7 +245,7 @@ def test_a_missing_file_is_named(source_of_five, tmp_path):
     row = source_of_five
     *_, last = row.files
     (tmp_path / row.folder / last).unlink()
-    with pytest.raises(UserError, match=rf"{last} is missing\.\n{FIX}remove "):
+    with pytest.raises(UserError, match=rf"{last} is missing\.\n{FIX}move "):
         row.read(tmp_path)
     with pytest.raises(UserError, match=rf"no {row.title} .* in /none\.\n{FIX}copy "):
         row.read(Path("/none"))
@@ -259,7 +259,7 @@ def test_a_folder_with_other_files_is_never_to_be_removed(source_of_five, tmp_pa
     assert len(row.read(tmp_path)[1][0]) == 5
     for name in others:
         (tmp_path / row.folder / name).rename(tmp_path / name)
-    fix = rf"{FIX}remove .*{others[-1]} from {tmp_path}, and run again, "
+    fix = rf"{FIX}move .*{others[-1]} out of {tmp_path}, and run again, "
     with pytest.raises(UserError, match=rf"{first} is not .*\n{fix}"):
         row.read(tmp_path)
 
