@@ -2,8 +2,7 @@
 
     mpiddp bench allreduce --hostfile hostfiles/two_nodes
 
-Each benchmark is a module with `main(argv)`. It runs in the launching process, without torch, and starts
-jobs.
+Each benchmark is a module with `main(argv)`. It runs in the launching process, without torch, and starts jobs.
 """
 
 from __future__ import annotations

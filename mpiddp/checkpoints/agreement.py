@@ -188,8 +188,7 @@ def digest_of_values(run: Run, flat: FlatState) -> str:
 def compare_values(run: Run, flat: FlatState) -> None:
     """Compare the tensors whose hashes differ between ranks. A collective: every rank must call it.
 
-    Rank 0 finds them. Of a few, the lowest rank sends its own to the first rank that has another one, which
-    compares the elements.
+    Rank 0 finds them. Of a few, the lowest rank sends its own to the first with another one, which compares them.
 
     Raises ValueError, the same on all ranks, if one differs by more than rounding.
     """

@@ -68,8 +68,7 @@ class Copies:
         """Copy the tensors of the boxes. Tied ones have one copy, an expanded one has a copy of what it repeats.
 
         With a GPU, torch pins the memory of the copies and keeps it for the next ones. The copies run on the
-        current stream: later steps change the originals only afterwards, and only the reader of the copies
-        waits.
+        current stream: later steps change the originals only afterwards, and only the copies' reader waits.
         """
         copies = cls()
         first: dict[Any, tuple[Box, Tensor]] = {}  # by file and address

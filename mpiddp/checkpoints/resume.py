@@ -110,9 +110,7 @@ def copy_at(run: Run, folder: Path) -> Copy:
 
 
 def choose(run: Run, copies: list[Copy]) -> tuple[list[Copy], list[Copy]]:
-    """All copies, with the damage that has been found; and those of the newest checkpoint every byte of
-    which is verified.
-    """
+    """All copies, with the damage that has been found; and those of the newest checkpoint that is verified."""
     while usable := [copy for copy in copies if not copy.damage]:
         best = max(usable, key=lambda copy: (copy.step, not copy.in_bucket, -copy.rank))
         if best.in_bucket:

@@ -5,8 +5,7 @@
     mpiddp doctor hostfiles/two_nodes --quick --json
 
 Its parts are the preflight of a launch, the facts of each host, all pairs of hosts over TCP, and a small real
-job. All but the job share one login to each host, and each shows its lines when it ends. `--quick` is the
-preflight alone.
+job. All but the job share one login to each host, and each shows its lines at its end. `--quick`: the preflight.
 """
 
 from __future__ import annotations

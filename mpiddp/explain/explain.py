@@ -66,8 +66,7 @@ _TEXTS = re.compile(
     ).encode()
 )
 
-# Explanations are sorted by these numbers. What steps of training have survived comes before or after the
-# consequences.
+# Explanations are sorted by these numbers. What steps of training have survived comes before or after the consequences.
 _PLACE: dict[Weight, float] = {
     Weight.ROOT: 0.5,
     Weight.CAUSE: 1,
@@ -180,6 +179,7 @@ class Log:
             error = verdict["error"]
             self._rows.pop(_QUIET.id, None)  # the job went on after it
             rows = _shown_by(error or text, Weight.EXCEPTION) or [_OWN_ERROR] * bool(error)
+            rows += _shown_by(text)  # with a rank that has left the others before
             row = next((row for row in rows if row.weight != Weight.CONSEQUENCE), _RANK_ENDED)
             is_own = row.weight in (Weight.CAUSE, Weight.EXCEPTION) and row is not _INTERRUPT
             if self._verdict and self._verdict.failure in (_HANG, _QUIET) and not is_own:
@@ -219,8 +219,7 @@ class Log:
 def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
     """The rows whose texts the line has, without the rows of one weight.
 
-    The row of a script's own error counts only if no other row does. A text in quotes does not count, because
-    it may be a tip.
+    The row of a script's own error counts only if no other row does. A text in quotes, maybe a tip, does not count.
     """
     unquoted = _QUOTED.sub(lambda quote: quote[0][0] + quote[0][-1], line)
     shown = [

@@ -54,8 +54,7 @@ def was_dropped(errors: str) -> bool:
 def share(hosts: Sequence[Host], config: str, login_s: float) -> None:
     """Connect to the last jump host on the way to each of these hosts, if that one accepts a connection.
 
-    If the first and the last host need no jump host, none is looked for. `config` is the path of ssh's
-    configuration.
+    If the first and the last host need no jump host, none is looked for. `config`: ssh's file of options.
     """
     if not any(_jump_of(host) for host in (*hosts[:1], *hosts[-1:])):
         return

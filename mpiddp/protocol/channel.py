@@ -163,8 +163,7 @@ def digest(value: bytes) -> bytes:
 class Seal:
     """The proofs of the lines in one direction of a connection: a MAC over a counter and the line.
 
-    `key` is that of the member, and `challenges` are those of both ends, so that no line counts on another
-    connection.
+    `key` is the member's. `challenges` are those of both ends, so that no line counts on another connection.
     """
 
     def __init__(self, key: str, challenges: str, direction: str) -> None:
@@ -328,8 +327,7 @@ def notice_silence(connection: socket.socket, patience_s: float, *, is_read_slow
     The kernel sends the probes, because a rank that imports torch, or computes, could send no heartbeat. Both
     ends of a Unix socket are on one host, so it gets none.
 
-    is_read_slowly: the other end may read nothing for a long time, which TCP_USER_TIMEOUT would take for
-    silence.
+    is_read_slowly: the other end may read nothing for long, which TCP_USER_TIMEOUT would take for silence.
     """
     if connection.family == socket.AF_UNIX:
         return

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # it would load five modules before a script's first line
     from importlib.machinery import ModuleSpec
 
+_MANY = 200_000  # objects of a script: to go through them takes longer than it saves
+
 
 class AtImport:
     """Surrounds the first import of one of these modules. Other finders find it.
@@ -70,11 +72,11 @@ def _steps(run: Callable[[ModuleType], None], module: ModuleType) -> Iterator[No
 
 @contextmanager
 def frozen_torch() -> Iterator[None]:
-    """Garbage collections skip all that the script's `import torch`, which is the body, makes.
+    """Garbage collections skip all that imports of torch make, also that of its first optimizer.
 
-    torch's modules live as long as the process. Otherwise the collector visits their 250,000 objects while
-    they are made, in each full collection of the training, and several times when the process ends: a third
-    of the processor time of a short rank. The objects of the script are collected as ever.
+    The body is the import. torch's modules live as long as the process. Otherwise the collector visits their
+    250,000 objects while they are made, in each full collection of the training, and several times when the
+    process ends: a third of the processor time of a short rank. The objects of the script are collected as ever.
     """
     import gc
 
@@ -82,7 +84,8 @@ def frozen_torch() -> Iterator[None]:
     gc.disable()
     try:
         yield
-        _freeze_all_but(before)
+        if len(before) < _MANY:
+            _freeze_all_but(before)
     finally:
         if was_enabled:
             gc.enable()

@@ -144,11 +144,6 @@ class Child:
             self.others.add(remover.pid)
         return image.command(container, argv), env
 
-    def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:
-        """Start the Python of the next attempt. It imports torch, after packages of the script."""
-        self.start(variables)
-        self.tell({"type": "ahead", **ahead})
-
     def tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):
             if self.control is not None:

@@ -74,8 +74,7 @@ def lines(session: Session) -> None:
 def flight_recorder(session: Session) -> None:
     """torch records the latest 256 collectives instead of 2,000, unless TORCH_FR_BUFFER_SIZE is set.
 
-    To record costs the same. The launcher asks for the record every 10 s, which holds Python's lock for 3 ms
-    in place of 30 ms.
+    To record costs the same. The launcher asks for it every 10 s, which holds Python's lock for 3 ms, not 30 ms.
     """
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         os.environ["TORCH_FR_BUFFER_SIZE"] = "256"

@@ -345,13 +345,14 @@ class RankAttempt:
                 child.others.add(self.store.pid)
             case "serve":
                 self.store.serve()
-            case "torch" if self.holds and self.spare is None:
-                # Without one, a restart takes longer.
+            case "imported" if self.holds:
                 with errors.aid("hot spare", child.say):
-                    spare = Child(self.rank)
-                    spare.import_ahead(os.environ, facts["ahead"])
-                    self.spare = spare
-                    child.others.add(spare.pid)
+                    if self.spare is None:  # without one, a restart takes longer
+                        spare = Child(self.rank)
+                        spare.start(os.environ)
+                        self.spare = spare
+                        child.others.add(spare.pid)
+                    self.spare.tell({"type": "ahead", **facts["ahead"]})
             case "mpi":  # no later process of this rank can start MPI
                 self.holds = False
 

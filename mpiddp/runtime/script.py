@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from _frozen_importlib_external import SourceFileLoader  # importlib would load four more modules
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a st
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
 _INSTALLED = "-packages"  # is in the path of an installed module
+_DYNAMO = "torch._dynamo"  # the first optimizer, or DDP, imports it, which takes nearly as long as torch
 
 
 def main() -> None:
@@ -79,20 +80,23 @@ def _begin(session: Session, control: socket.socket) -> None:
 
     The agent sends "go", with the script's variables, and its last arguments if this process is older than
     they are. On rank 0, the sockets of torch's store come with it. A process that waits for the next
-    attempt gets "ahead" before.
+    attempt gets "ahead" before, for each module that it shall import.
     """
-    # The calls that follow the script's own import of torch. Until it begins, there are none.
-    at_torch: list[Callable[[], None]] = []
-    sys.meta_path.insert(0, AtImport(["torch"], partial(_importing_torch, at_torch)))
+    # The calls that follow the script's own imports. Until it begins, there are none.
+    afterwards: dict[str, list[Callable[[], None]]] = {"torch": [], _DYNAMO: []}
+    for name in afterwards:
+        sys.meta_path.insert(0, AtImport([name], partial(_importing, name, afterwards[name])))
     session.tell_agent("ready")
     facts, sockets = _message_of_agent(control)
-    ahead = facts if facts["type"] == "ahead" else None
-    if ahead is not None:
+    ahead: list[dict[str, Any]] = []
+    while facts["type"] == "ahead":
         from mpiddp.hosts.processes import name_process  # few scripts need it
 
         name_process(SPARE_NAME)
-        _import_ahead(ahead)
+        _import_ahead(facts)
+        ahead.append(facts)
         facts, sockets = _message_of_agent(control)
+    if ahead:
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env, session.is_shown = facts["variables"], facts["is_shown"]
@@ -109,17 +113,24 @@ def _begin(session: Session, control: socket.socket) -> None:
         if patches.is_on(patches.store_of_job.__name__):
             session.store = StoreOfJob(env, control, sockets)
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
-        with aid("hot spare"):
-            session.tell_agent("torch", ahead=ahead or _changes_since(variables, modules))
+        for earlier in ahead:
+            session.tell_agent("imported", ahead=earlier)
+        if not ahead:
+            tell([*_installed(modules), "torch"])
 
-    at_torch.append(act)
+    def tell(imported: Sequence[str]) -> None:
+        with aid("hot spare"):
+            session.tell_agent("imported", ahead={"modules": imported, **_changes_since(variables)})
+
+    afterwards["torch"].append(act)
+    afterwards[_DYNAMO].append(partial(tell, [_DYNAMO]))
     if "torch" in sys.modules:
         act()
 
 
 @contextmanager
-def _importing_torch(afterwards: Iterable[Callable[[], None]]) -> Iterator[None]:
-    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def _importing(name: str, afterwards: Iterable[Callable[[], None]]) -> Iterator[None]:
+    raises = name == "torch" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with (
         patches.frozen_torch() if patches.is_on("frozen_torch") else nullcontext(),
         # torch goes on without numpy if numpy's import fails, and so also at a KeyboardInterrupt.
@@ -130,24 +141,27 @@ def _importing_torch(afterwards: Iterable[Callable[[], None]]) -> Iterator[None]
         act()
 
 
-def _changes_since(variables: Mapping[str, str], modules: Set[str]) -> dict[str, Any]:
-    """What the script has changed before it imported torch, and an import may depend on."""
+def _changes_since(variables: Mapping[str, str]) -> dict[str, Any]:
+    """What the script has changed, and an import may depend on."""
     now = {**dict.fromkeys(variables), **os.environ}
-    new = [name for name in sys.modules if name not in modules and "." not in name]
-    files = {name: getattr(sys.modules[name], "__file__", None) for name in new}
     return {
         "variables": {name: now[name] for name in now if now[name] != variables.get(name)},
         "path": [folder for folder in sys.path if isinstance(folder, str)],
-        "packages": [name for name in new if _INSTALLED in str(files[name])],
     }
 
 
+def _installed(before: Set[str]) -> list[str]:
+    """The installed packages that the script has imported."""
+    new = [name for name in sys.modules if name not in before and "." not in name]
+    return [name for name in new if _INSTALLED in str(getattr(sys.modules[name], "__file__", None))]
+
+
 def _import_ahead(facts: Mapping[str, Any]) -> None:
-    """Import torch for the next attempt, after the packages, and with the variables, of the script."""
+    """Import modules for the next attempt, with the variables of the script when it had imported them."""
     path, variables = [*sys.path], {name: os.environ.get(name) for name in facts["variables"]}
     sys.path[:] = facts["path"]
     _set(facts["variables"])
-    for name in (*facts["packages"], "torch"):
+    for name in facts["modules"]:
         with suppress(Exception):  # the script of the next attempt meets the same error itself
             __import__(name)
     _set(variables)

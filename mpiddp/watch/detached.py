@@ -89,7 +89,7 @@ class DetachedJob:
             if host not in (None, socket.gethostname()):
                 why += f". If it runs on {host}, its lock is not seen here. Log in there"
             return f"job {self.name} has ended without a report: {why}."
-        why = f": {report['error']}" if report.get("error") else "."
+        why = f": {report['error']}" if report.get("error") else f": see mpiddp logs {self.name}" if code else "."
         return f"job {self.name} has ended with code {code}{why}"
 
     def parts(self) -> list[tuple[int, Path]]:

@@ -117,6 +117,9 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         # A Ctrl-C only ends a hang, and so do the errors of the ranks that it interrupts.
         ([HUNG, "KeyboardInterrupt", INTERRUPTED], [("python-hang", 1), ("python-interrupted", 2)]),
         ([HUNG, "interrupted", GONE], [("python-hang", 1)]),
+        # A rank that has left the others is why their connections closed, unless its log has a cause.
+        ([RESET, GONE], [("python-left-early", 2), ("gloo-peer-gone", 1)]),
+        ([OOM, GONE], [("cuda-out-of-memory", 1), ("python-left-early", 2)]),
         ([HUNG, VERDICT], [("own-error", 2), ("python-hang", 1)]),
         (["a.py: error: the following arguments are required: --local-rank"], [("torch-local-rank-argument", 1)]),
         # A silence is no hang. The job went on after it, unless it was stopped for it.

@@ -106,6 +106,10 @@ def test_wait_has_the_exit_code_of_the_job(here):
     again = detached(here)
     assert again == name[:-1] + "2"
     assert here.run("wait").assert_ok().stdout == f"job {again} has ended with code 0.\n"
+    usage = here.script("import sys; print('usage: …', file=sys.stderr); sys.exit(2)")
+    (usage,) = here.run("launch", "--detach", *here.where(1), usage).assert_ok().lines
+    ended = f"job {usage} has ended with code 2: see mpiddp logs {usage}\n"
+    assert here.run("wait", usage).assert_code(2).stdout == ended
 
 
 def test_the_command_of_on_end_still_runs(here):

@@ -151,6 +151,7 @@ launched() { printf '%s\n' "$1" > "$SCRATCH/train.py"; (cd "$SCRATCH" && python 
 python-usage() { launched "import argparse; argparse.ArgumentParser().parse_args()" --foo; }
 python-interrupted() { launched "import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 2); time.sleep(9)"; }
 python-hang() { launched "$INIT; dist.barrier(); rank == 1 and time.sleep(99); dist.barrier()"; }
+python-left-early() { launched "$INIT; dist.barrier(); rank or dist.all_reduce(torch.ones(2))"; }
 python-quiet() { launched "import time; time.sleep(99)"; }
 python-start-method() { one "
 import multiprocessing

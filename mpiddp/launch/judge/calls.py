@@ -92,8 +92,7 @@ def find_wait(calls: Calls, world_size: int, told: Collection[int], *, is_over: 
     """The oldest collective that some ranks have entered and others have not.
 
     If every missing rank waits too, the ranks wait for each other in different groups, and the wait has all
-    of their calls. `told` are the ranks whose calls are up to date. `is_over` says that a rank has failed, so
-    its calls have ended.
+    of their calls. `told` are the ranks whose calls are up to date. `is_over`: a rank has failed and calls no more.
     """
     waits = [
         wait

@@ -1,7 +1,6 @@
 """The command that starts a job: a Starter takes a Request, and makes a Command, each flag with its reason.
 
-`launch.plan.starters` has a row for each kind of starter. `mpiddp launch --dry-run` prints the reason of
-every flag.
+`launch.plan.starters` has a row for each kind of starter. `mpiddp launch --dry-run` prints every reason.
 """
 
 from __future__ import annotations

@@ -263,8 +263,7 @@ class Coordinator:
     ) -> tuple[dict[str, Any], bytes]:
         """Send a message, and return its answer, which has its key, or else its type.
 
-        Raises ChannelLost if the server has ended, and with `unless_failed` AnotherFailed if a rank, maybe
-        this one, has failed.
+        Raises ChannelLost if the server has ended, and with `unless_failed` AnotherFailed if a rank has failed.
         """
         key = str(facts.get("key", kind))
         ends_with = {key, CLAIM} if unless_failed else {key}

@@ -1,7 +1,6 @@
 """How a rank ended: one record, from its error, or from what wait() says of its process.
 
-Everyone else asks this record: what to print, what to report to the launcher, and with which code the other
-ranks end.
+Everyone else asks this record: what to print, what to report to the launcher, and which code ends other ranks.
 """
 
 from __future__ import annotations

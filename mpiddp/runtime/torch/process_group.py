@@ -39,8 +39,7 @@ def process_group(
     Args:
         world: the world of this process; by default read from the environment.
         backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
-        timeout_s: how long this call, and later a collective, may wait for a peer before the job fails, in
-            seconds.
+        timeout_s: seconds that this call, and later a collective, may wait for a peer before the job fails.
 
     Yields:
         The world, with all of its fields set.

@@ -43,8 +43,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     it draws from torch's generator whenever a loop begins, and a resume begins one more.
 
     An `IterableDataset` iterates over the sampler itself, and its DataLoader has `batch_size=None`. In the
-    workers of a DataLoader, each worker then yields its part of the batches, and the DataLoader restores
-    their order.
+    workers of a DataLoader, each then yields its part of the batches, and the DataLoader restores their order.
 
     Attributes:
         epoch: from 0; the one that the next batch belongs to.
