@@ -255,9 +255,9 @@ def _send(
     Returns 0 if nothing has changed, else the bytes of the files that the host lacked, or 1 if only other
     facts have changed, such as permissions. Raises JobFailed.
     """
-    before = listed_paths(sent_before)
-    deleted = before - paths
-    environment, left_out = _environment(), _left_out(folder, left_out)
+    before, left_out = listed_paths(sent_before), _left_out(folder, left_out)
+    deleted = {path for path in before - paths if path.partition("/")[0] not in left_out}
+    environment = _environment()
     branches = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
     removable = dict.fromkeys(chain.from_iterable(branches))  # the files, and the folders above
     rules = "\0".join(f"R /{_pattern(path)}" for path in removable)
@@ -275,7 +275,7 @@ def _send(
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
         stdin=os.fsencode(rules),
     )
-    sent = paths | {path for path in deleted if path.partition("/")[0] in left_out}
+    sent = paths | (before - deleted)
     if sent != before:
         with TemporaryDirectory() as new:
             (file := Path(new, pushed.SENT)).write_bytes(_packed(sent))

@@ -206,7 +206,9 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
         return _of_own_end(record, first)
     # Ranks that ended without a report, or whose scripts a signal has killed.
     killed = [end for end in failures if end.kind == "lost" or end.facts.get("signal")]
-    at_once = [end for end in killed if first in killed and end.at - first.at < _AT_ONCE_S]
+    # After a script's end, its MPI may have ended the agents of other ranks.
+    ends = [end for end in killed if first.kind == "lost" or end.kind != "lost"]
+    at_once = [end for end in ends if first in killed and end.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(record.host_of(end.rank) for end in at_once))
     others, is_complete, daemon = _others(record, first), True, _lost_daemon(record)
     before = _left_early(record, first.at, is_needed=_needed_another(record, first))

@@ -74,8 +74,10 @@ def test_the_first_failure_is_the_cause_of_the_others(events, culprit):
 
 
 def test_a_host_whose_ranks_are_all_lost_at_once_is_at_fault():
-    """The records have the other cases."""
+    """Also if the MPI ends the agents of other hosts then. The records have the other cases."""
     assert judged(*started(0, 1, 2), lost(1), lost(2)).host_at_fault == "b"
+    killed = failed(1, "", traceback="", signal=9)
+    assert judged(*started(0, 1, 2), killed, lost(0, 1.04)).host_at_fault == "b"
 
 
 @pytest.mark.parametrize(
