@@ -58,12 +58,12 @@ FIGURES = {
     "restart": Figure(
         "benchmarks.restart",
         "-H localhost:2 --rounds 12 --timeout 40",
-        "-H localhost:2 --rounds 1 --timeout 40",
+        "-H localhost:2 --rounds 1 --steps 20 --timeout 40",
     ),
     "restart_hosts": Figure(
         "benchmarks.restart",
         "-H node0,node1,node2 --rounds 12 --timeout 40",
-        "-H node0,node1 --rounds 1",
+        "-H node0,node1 --rounds 1 --steps 20",
         3,
     ),
     "step": Figure(
@@ -74,24 +74,28 @@ FIGURES = {
     "saving": Figure(
         "benchmarks.saving",
         f"-H localhost:2 --rounds 8 --steps 4 {RESNET50}",
-        f"-H localhost:2 {TINY} --rounds 1 --steps 2",
+        f"-H localhost:1 {TINY} --rounds 1 --steps 2",
     ),
     "beside_dcp": Figure(
         "mpiddp",
         "launch -H localhost:2 -m benchmarks.beside_dcp --rounds 13",
-        "launch -H localhost:2 -m benchmarks.beside_dcp --rounds 1",
+        "launch -H localhost:1 -m benchmarks.beside_dcp --rounds 1",
     ),
     "scaling": Figure(
         "mpiddp",
         f"bench scaling -H localhost:2 {TRAIN} --steps-per-epoch 2000 --out {{out}}",
-        f"bench scaling -H localhost:2 --rounds 1 --seconds 1 {TRAIN} --steps-per-epoch 2000 --out {{out}}",
+        f"bench scaling -H localhost:1 --rounds 1 --seconds 1 {TRAIN} --steps-per-epoch 2000 --out {{out}}",
     ),
     "scale": Figure("benchmarks.scale", "", "--ranks 16"),
-    "reference": Figure("benchmarks.reference", "--rounds 1", "--rounds 1 --sizes 2 --steps 2 --batch-size 2"),
+    "reference": Figure(
+        "benchmarks.reference",
+        "--rounds 1",
+        "--rounds 1 --sizes 2 --links '100 Mbit/s' --cores 1 --steps 2 --batch-size 2",
+    ),
     "random_faults": Figure(
         "benchmarks.random_faults",
         "--minutes 40 --seed 41",
-        "--minutes 1 --seed 41 --only 1",
+        "--minutes 1 --seed 41 --only 33",
         is_in_all=False,
     ),
     "gpu": Figure("benchmarks.gpu", "", "--only start --limit 1s", is_in_all=False),

@@ -63,16 +63,17 @@ class Variant:
 class Options:
     rounds: int = option("rounds; each variant runs once in each", parse=whole(1), default=3)
     sizes: tuple[int, ...] = option("numbers of hosts", parse=wholes(2), default="2,4")
+    links: tuple[str, ...] = option("their links", parse=lambda text: tuple(text.split(",")), default=",".join(LINKS))
     cores: float = option("cores of each worker", parse=float, default=0.4)
     steps: int = option("steps to time in each job", parse=whole(1), default=20)
     arch: str = option("model", default="resnet20")
     batch_size: int = option("images per worker and pass", parse=whole(2), default=32)
 
 
-def variants(sizes: tuple[int, ...]) -> dict[str, Variant]:
+def variants(sizes: tuple[int, ...], links: tuple[str, ...]) -> dict[str, Variant]:
     plain = {ALONE: Variant(1), SHARED: Variant(1, workers_per_host=2)}
-    for link, mbit in LINKS.items():
-        plain |= {_name(hosts, link): Variant(hosts, mbit=mbit) for hosts in sizes}
+    for link in links:
+        plain |= {_name(hosts, link): Variant(hosts, mbit=LINKS[link]) for hosts in sizes}
     slowest = LINKS[SLOWEST]
     remedies = {name: Variant(sizes[-1], 1, slowest, args) for name, args in REMEDIES.items()}
     return {**plain, **remedies}
@@ -85,7 +86,7 @@ def _name(hosts: int, link: str) -> str:
 def measure(options: Options, jobs: Jobs) -> Result:
     if reason := cluster.why_not() or host_cores.why_not():
         raise UserError(f"{reason}.")
-    every = variants(options.sizes)
+    every = variants(options.sizes, options.links)
     load = os.getloadavg()[0]
     runs: dict[str, list[Result]] = {name: [] for name in every}
     settings: Result = {}
@@ -102,6 +103,7 @@ def measure(options: Options, jobs: Jobs) -> Result:
         "num_cores": os.cpu_count(),
         "cores_per_worker": options.cores,
         "sizes": options.sizes,
+        "links": options.links,
         "runs": runs,
     }
 
@@ -147,7 +149,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
 
 def table(results: Result) -> str:
     sizes, load = results["sizes"], results["load_before"]
-    shared = [ALONE, SHARED, *(_name(hosts, link) for hosts in sizes for link in LINKS)]
+    shared = [ALONE, SHARED, *(_name(hosts, link) for hosts in sizes for link in results["links"])]
     head = ["workers", "images/s", "of the ideal", "step ms", "MB sent per host and all-reduce"]
     rows = [_row(name, results) for name in (*shared, *REMEDIES)]
     return (
@@ -159,7 +161,7 @@ def table(results: Result) -> str:
 
 def _row(name: str, results: Result) -> list[str]:
     runs = results["runs"][name]
-    workers = variants(tuple(results["sizes"]))[name]
+    workers = variants(tuple(results["sizes"]), tuple(results["links"]))[name]
     num_workers = workers.hosts * workers.workers_per_host
     speeds = [run["images_per_s"] / num_workers for run in runs]
     ideal = ratios(speeds, [run["images_per_s"] for run in results["runs"][ALONE]])

@@ -1,4 +1,4 @@
-"""The time from the kill of a rank to the first all-reduce of the restart, beside torchrun.
+"""The time from the kill of a rank to the first step of the restart, beside torchrun.
 
     python -m benchmarks.restart -H localhost:2 --rounds 10 --timeout 40
 
@@ -18,18 +18,18 @@ from mpiddp.arguments import whole
 from mpiddp.bench.measured_jobs import Jobs
 
 OPTIONS = {"mpiddp": ("--max-restarts=1",), "torchrun": ("--max-restarts=1", "--standalone")}
-JOB = ("gloo", "400")  # steps before the kill
 
 
 @dataclass(frozen=True)
 class Options:
     rounds: int = option("rounds of both launchers", parse=whole(1), default=5)
+    steps: int = option("steps before the kill", parse=whole(1), default=400)
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
     where, ranks, timeout_s = jobs.where, jobs.slots, jobs.timeout_s
     commands = {
-        launcher: start_command(launcher, where, ranks, timeout_s, restarts, JOB)
+        launcher: start_command(launcher, where, ranks, timeout_s, restarts, ("gloo", str(options.steps)))
         for launcher, restarts in OPTIONS.items()
     }
     if jobs.per_host < ranks:  # torchrun would start all of them on this host
@@ -38,7 +38,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 
 def table(results: Results) -> str:
-    title = "From the kill of a rank to the first all-reduce after it. CPU time is that of the whole job"
+    title = "From the kill of a rank to the first optimizer step after it. CPU time is that of the whole job"
     return f"{title}\n\n{compared(results['starts'])}"
 
 
@@ -46,7 +46,7 @@ if __name__ == "__main__":
     sys.exit(
         run_script(
             "restart",
-            "the time from the kill of a rank to the first all-reduce after it",
+            "the time from the kill of a rank to the first optimizer step after it",
             least_ranks=2,
         )
     )

@@ -92,7 +92,7 @@ def in_turn(name: str, commands: Mapping[str, Sequence[str]], ranks: int, rounds
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for both
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a changed package would be compiled each time
     starts = [Timed(launcher=launcher, ranks=ranks, wall_s=[], cpu_s=[], failed=0) for launcher in commands]
-    for command in commands.values():  # the first start only warms the page cache
+    for command in commands.values() if rounds > 1 else ():  # the first start only warms the page cache
         with contextlib.suppress(BenchJobFailed):
             time_start(command, timeout_s)
     for number, timed in turns(starts, rounds):
@@ -109,7 +109,7 @@ def in_turn(name: str, commands: Mapping[str, Sequence[str]], ranks: int, rounds
 
 
 def time_start(command: Sequence[str], timeout_s: float) -> tuple[float, float]:
-    """The seconds from the command, or from the kill, to the first all-reduce after it; and the CPU seconds.
+    """The seconds from the command, or from the kill, to the first all-reduce, or step, after it; and CPU seconds.
 
     Raises:
         BenchJobFailed: the job did not succeed within `timeout_s`.

@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import venv
 import zipfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pip
 import pytest
 
 from tests.support.errors import error
@@ -180,6 +182,10 @@ def test_a_machine_without_a_gpu_gets_the_torch_for_cpus(tmp_path, indexes, kind
     if kind in ("cpu", "silent") and [*Path("/dev").glob("nvidia[0-9]*")]:
         pytest.skip("this machine has a GPU")
     root = copy(tmp_path / "tree")
+    venv.create(root / ".venv")
+    (packages,) = (root / ".venv/lib").glob("python*/site-packages")
+    for folder in Path(pip.__file__).parents[1].glob("pip*"):  # ensurepip takes seconds
+        shutil.copytree(folder, packages / folder.name)
     text = (root / "run.sh").read_text()
     cpu = f"{indexes}/{'nothing' if kind == 'silent' else 'cpu'}"
     assert "CPU_INDEX=https://download.pytorch.org/whl/cpu " in text

@@ -17,14 +17,12 @@ from tests.support.terminal import in_a_terminal
 
 # Each rank prints its line, waits for the file "go", and ends with the code of its argument.
 WAITS = """
-import pathlib, sys, time
-import mpiddp
-with mpiddp.process_group() as world:
-    print("step 1 of", world.world_size, flush=True)
-    while not pathlib.Path("go").exists():
-        time.sleep(0.02)
-    print("step 2", flush=True)
-sys.exit(int(sys.argv[1]) if world.rank == 1 else 0)
+import os, pathlib, sys, time
+print("step 1 of", os.environ["WORLD_SIZE"], flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+print("step 2", flush=True)
+sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
 """
 
 
@@ -217,7 +215,7 @@ def test_a_full_disk_starts_nothing(here):
 
 def test_the_report_of_a_job_that_failed(here):
     """`--report` has each attempt, the rank that failed first and its error; `--on-end` runs once."""
-    script = [program("one_fails.py"), "raise"]
+    script = [program("alone.py"), "raise"]
     on_end = here.script("import sys\nopen('ended', 'a').write(sys.argv[1] + '\\n')", "on end.py")
     options = ["--report", "r.json", "--on-end", shlex.join([sys.executable, on_end])]
     (here.folder / "r.json").symlink_to("latest.json")
@@ -238,7 +236,8 @@ def test_the_report_of_a_job_that_failed(here):
 def test_the_report_of_a_job_that_was_stopped(here):
     """The report of a stop has the checkpoint, and the command that resumes the job."""
     train = ["--use-syn", "--backend=gloo", "--arch=resnet20", "--epochs=9", "--out", "run"]
-    options = ("--report", "r.json", *here.where(2))
+    train += ["--batch-size=4", "--steps-per-epoch=20"]
+    options = ("--report", "r.json", *here.where(1))
     job = here.start("launch", *options, "-m", "mpiddp", "train", *train).until("epoch")
     facts = json.loads((here.folder / "r.json").read_text())
     assert (facts["cause"], facts["exit_code"]) == ("running", None)

@@ -66,7 +66,7 @@ def test_doctor_names_all_faults(cluster, group):
 
 def test_doctor_raises_no_false_alarm(cluster):
     """`mpiddp doctor` finds nothing on healthy hosts, and leaves nothing behind."""
-    code, warnings, _ = doctor(cluster, *JOB)
+    code, warnings, _ = doctor(cluster, *JOB, names=",".join(NAMES.split(",")[:2]))
     assert (code, warnings) == (0, [])
     for host in cluster.hosts:
         assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
@@ -201,7 +201,7 @@ def test_drill_tells_what_is_wrong(here, only, defect, sentence):
     one file, the error of a script that fails by itself, and that nothing can be compared.
     """
     script = here.script(FAILS) if defect == "fails" else DRILLED
-    options = (*here.where(2), "--only", only, "--seed", "3")
+    options = (*here.where(2 if defect == "all ranks" else 1), "--only", only, "--seed", "3")
     assert sentence in here.run("drill", *options, script, "{out}", defect).assert_code(1).stdout
 
 
@@ -209,7 +209,7 @@ def test_drill_stops_and_resumes(here, tmp_path):
     """`mpiddp drill` stops a script, damages its checkpoint, resumes it, and compares the weights."""
     job = example(tmp_path / "job", every=5)
     options = ("--only", "sigterm,flip", "--seed", "3", "--json", "--work", "kept")
-    faults = results(here.run("drill", "-n", "2", *options, job).assert_ok())
+    faults = results(here.run("drill", "-n", "1", *options, job).assert_ok())
     assert (here.folder / "kept").is_dir()
     assert [fault["codes"] for fault in faults.values()] == [[0], [75, 0], [1, 0]]
     assert [faults[name]["steps_lost"] > 0 for name in ("sigterm", "flip")] == [False, True]

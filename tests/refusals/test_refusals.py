@@ -25,7 +25,7 @@ from tests.support.patience import PATIENCE_S
 FILE = Path(__file__).with_name("refusals.txt")
 ROOT = FILE.parents[2]
 # Sections whose commands get as far as torch. They stand last: a fork of a process with torch takes longer.
-NEED_TORCH = re.compile(r"^\$ .*mpiddp (run\b|train\b|checkpoints export)", re.MULTILINE)
+NEED_TORCH = re.compile(r"^\$ .*mpiddp (run\b|train |checkpoints export)", re.MULTILINE)
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -67,7 +67,7 @@ class Slurm:
         """Wait for a job's end, and return its exit code."""
         login = self.cluster.hosts[0]
         try:
-            (code,) = eventually(lambda: _exit_code(login, job))
+            (code,) = eventually(lambda: _exit_code(login, job), poll_s=0.3)
         except TimeoutError:
             login.run(["scancel", job])
             raise TimeoutError(f"job {job} wrote: {output.read_text(encoding='utf-8')}") from None
