@@ -22,8 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
 LONGEST_FIRST = """
-    start checkpoints failures stop doctor python training allocations restarts hangs hosts output
-    variables refusals packaging page_commands run_sh
+    training hangs failures checkpoints doctor start stop restarts ssh python allocations hosts bench_parts
+    as_under_torchrun states page_commands run_sh output variables gpus refusals packaging
 """
 
 
