@@ -12,7 +12,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +38,6 @@ def leave_a_process() -> None:
     sys.exit(3)
 
 
-def wait_for_a_lock() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
 def hold_the_interpreter() -> None:
     """Wait in native code without releasing the interpreter's lock."""
     lock = ctypes.create_string_buffer(64)
@@ -65,7 +58,6 @@ HOW = {
     "crash": crash,
     "os._exit": lambda: os._exit(3),
     "leave a process": leave_a_process,
-    "lock": wait_for_a_lock,
     "stop": lambda: os.kill(os.getpid(), 19),
     "native": hold_the_interpreter,
     "load": load,

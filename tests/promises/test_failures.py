@@ -65,9 +65,9 @@ def failing(place: Place, script: str, how: str, *, mpi: str | None = None) -> D
 @pytest.mark.parametrize(
     ("how", "script", "mpi"),
     [
-        *((how, "one_fails.py", "openmpi5") for how in ("raise", "crash")),
+        ("raise", "one_fails.py", "openmpi5"),
         ("kill", "one_fails.py", "mpich"),
-        ("os._exit", "alone.py", "openmpi5"),
+        *((how, "alone.py", "openmpi5") for how in ("crash", "os._exit")),
     ],
     indirect=["mpi"],
 )
@@ -110,13 +110,13 @@ def test_the_end_after_the_main_part(here, how, where):
 
 RECORDED = """
 import os, time
+if os.environ["RANK"] == "0":
+    time.sleep(1000)
 from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
 def main():
-    if os.environ["RANK"] == "1":
-        raise RuntimeError("a bug of rank 1")
-    time.sleep(1000)
+    raise RuntimeError("a bug of rank 1")
 
 try:
     main()
@@ -132,15 +132,15 @@ def test_the_error_that_torch_recorded(here):
 
 
 @pytest.mark.parametrize(
-    ("joins", "method"),
+    ("joins", "method", "ranks"),
     [
-        ("import torch.distributed as dist; dist.init_process_group('gloo')", "spawn"),
-        ("import mpiddp; mpiddp.init(backend='gloo')", "forkserver"),
-        ("", "spawn"),
+        ("import torch.distributed as dist; dist.init_process_group('gloo')", "spawn", 2),
+        ("import mpiddp; mpiddp.init(backend='gloo')", "forkserver", 1),
+        ("", "spawn", 1),
     ],
     ids=["by torch", "by mpiddp", "it does not"],
 )
-def test_a_missing_main_guard(here, joins, method):
+def test_a_missing_main_guard(here, joins, method, ranks):
     """A failure whose cause is known is followed by its cause and its fix.
 
     For example, a script that its DataLoader's workers run again is told that, and not of a port that is in
@@ -149,7 +149,7 @@ def test_a_missing_main_guard(here, joins, method):
     prints = "import sys; print('Host key verification failed.', file=sys.stderr, flush=True)"
     loader = f"DataLoader([1, 2], num_workers=1, multiprocessing_context='{method}')"
     text = f"{prints}\n{joins}\nfrom torch.utils.data import DataLoader\nlist({loader})\n"
-    done = here.run("launch", *here.where(2), here.script(text)).assert_code(1)
+    done = here.run("launch", *here.where(ranks), here.script(text)).assert_code(1)
     (cause,) = [line for line in done.said if "has a known cause" in line]
     *_, fix = done.fixes  # mpiddp's own error has one, too
     assert fix.startswith('Put the main part under `if __name__ == "__main__":`')
@@ -160,11 +160,12 @@ STARTS_ITS_RANKS = """
 import os, sys, time, torch, torch.distributed as dist
 def work(rank):
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[1]
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
     print(dist.get_world_size(), flush=True)
     time.sleep(float(sys.argv[2]))  # so long, nobody else can have the port
+ranks = int(sys.argv[3])
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, nprocs=2)
+    torch.multiprocessing.spawn(work, nprocs=ranks)
 """
 
 
@@ -173,9 +174,9 @@ def test_a_script_that_starts_its_ranks(here):
     script = here.script(STARTS_ITS_RANKS)
     with reserved("127.0.0.1") as reservation:
         port = str(reservation.getsockname()[1])
-        failed = here.run("launch", "-n", "2", script, port, "1000").assert_code(1)
+        failed = here.run("launch", "-n", "2", script, port, "1000", "1").assert_code(1)
         (fix,) = re.findall("mpiddp launch (-n 1)", "".join(failed.fixes))
-        done = here.run("launch", *fix.split(), script, port, "0").assert_ok()
+        done = here.run("launch", *fix.split(), script, port, "0", "2").assert_ok()
     assert done.lines == ["2", "2"]
 
 
@@ -244,8 +245,8 @@ LEAVES = """
 import atexit, os, signal, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 who, how = sys.argv[1:]
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))  # it keeps its group
-model(torch.ones(1)).sum().backward()
+group = dist.group.WORLD  # as a DDP model keeps it
+dist.all_reduce(torch.ones(1))
 if dist.get_rank() == int(who):
     if how.startswith("os._exit"):
         os._exit(0)
@@ -273,10 +274,10 @@ EARLY = r"rank {} on \S+ ended early, with exit code 0\. Then rank {} on \S+ {} 
 @pytest.mark.parametrize(
     ("place", "restarts", "who", "how", "named"),
     [
-        ("here", 1, "1", "code 0", EARLY.format(1, 0, "failed")),
+        ("here", 0, "1", "code 0", EARLY.format(1, 0, "failed")),
         ("here", 1, "1", "code 2", CODE_2),
         ("here", 1, "0", "destroy", EARLY.format(0, 1, "failed")),
-        ("here", 1, "0", "SIGTERM", EARLY.format(0, 1, "failed")),
+        ("here", 0, "0", "SIGTERM", EARLY.format(0, 1, "failed")),
         ("hosts", 0, "0", "code 0", EARLY.format(0, 1, "failed")),
         ("hosts", 0, "0", "command", EARLY.format(0, 1, "ended")),
     ],
@@ -437,11 +438,16 @@ def test_an_outage_of_the_job_channel(hosts, has_steps):
 def test_an_outage_of_the_launcher(hosts):
     """If a launcher without ranks hears none of several hosts, its own link is down, and the job goes on."""
     options = ("--lost-after", "5s", "-H", "node1:1,node2:1")
-    job = hosts.start("launch", *options, hosts.script(STEPS), hosts.folder).until("step 9 ")
+    job = hosts.start("launch", *options, program("alone.py"), "never", hosts.folder).until("step ")
     with faults.unreachable(hosts["node0"]):
         job.until("no host of the job has answered for 5 s, so the network of this one may be down.")
         time.sleep(8)
-    check_steps(hosts, job, said=1)
+    more_steps(job)
+    (hosts.folder / "finish").touch()
+    done = job.wait().assert_ok()
+    assert len(done.said) == 1
+    steps = [int(step) for step in re.findall(r"step (\d+)", done.stdout)]
+    assert steps == [50 * number for number in range(1, len(steps) + 1)]
 
 
 @pytest.mark.parametrize("time_of_silence", ["60h", "never"])
@@ -473,12 +479,12 @@ def more_steps(job):
     job.until("step ", times=(job.stdout + job.stderr).count("step ") + 1)
 
 
-def check_steps(hosts, job, said=0):
-    """The job makes more steps, and ends with code 0 and all of its output, and so many sentences."""
+def check_steps(hosts, job):
+    """The job makes more steps, and ends with code 0 and all of its output."""
     more_steps(job)
     (hosts.folder / "finish").touch()
     done = job.wait().assert_ok()
-    assert len(done.said) == said
+    assert done.said == []
     steps = re.findall(r"step (\d+) ", done.stdout)
     assert steps == re.findall(r"step (\d+) ", done.stderr) == [*map(str, range(1, len(steps) + 1))]
 
@@ -494,7 +500,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("part", ["daemon", "mpirun", "launcher"])
 def test_a_killed_part_of_the_launcher(hosts, mpi, part):
     """If a daemon of the MPI, mpirun or the launcher is killed, the whole job ends within 20 s."""
-    script = program("one_fails.py" if part == "daemon" else "alone.py")
+    script = program("one_fails.py" if (part, mpi) == ("daemon", "openmpi5") else "alone.py")
     job = hosts.start("launch", *hosts.where(2), script, "never", mpi=mpi)
     job.until("ready", times=2)
     with within(ENDED_S):
@@ -884,22 +890,20 @@ with mpiddp.process_group(backend="gloo"):
     dist.all_reduce(total)
     print(int(total), flush=True)
     if world.rank == 1:
-        ENDS
-    if "ENDS" != "pass":
-        time.sleep(6000)
+        sys.exit(3)
+    time.sleep(6000)
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3)])
-def test_ranks_without_any_launcher(here, end, code):
+def test_ranks_without_any_launcher(here):
     """Without any launcher, a rank that fails ends the others. An error that the script catches does not."""
-    script = here.script(CATCHES_ITS_ERROR.replace("ENDS", end))
+    script = here.script(CATCHES_ITS_ERROR)
     with reserved("127.0.0.1") as reservation:
         ranks = forked.variables(["localhost"] * 2, *reservation.getsockname())
         jobs = [here.start("python", script, env=env) for env in ranks]
         first, second = (job.wait() for job in jobs)
-    assert (first.code, second.code) == (min(code, 1), code), (first, second)
+    assert (first.code, second.code) == (1, 3), (first, second)
     assert (first.stdout, second.stdout) == ("2\n", "2\n")
-    lost = "mpiddp: rank 0 on {0}: lost the connection to rank 1 on {0}; exiting.\n".format(*here.hosts)
-    assert first.stderr == (lost if code else "")
+    lost = "mpiddp: rank 0 on {0}: lost the connection to rank 1 on {0}; exiting.\n"
+    assert first.stderr == lost.format(*here.hosts)
     assert second.stderr == ""  # its parent sees the code
