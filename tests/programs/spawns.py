@@ -7,13 +7,16 @@ import sys
 import time
 
 import spawned
-import torch
-import torch.distributed as dist
 
 import mpiddp
 
+# torch is imported where the ranks need it, because the caller does not.
+
 
 def sums(factor):
+    import torch
+    import torch.distributed as dist
+
     with mpiddp.process_group(backend="gloo") as world:
         total = torch.tensor([world.rank + 1])
         dist.all_reduce(total)
@@ -22,6 +25,8 @@ def sums(factor):
 
 
 def fails():
+    import torch.distributed as dist
+
     world = mpiddp.init(backend="gloo")
     if world.rank == 1:
         raise spawned.Trouble(7)
@@ -29,6 +34,8 @@ def fails():
 
 
 def saves():
+    import torch
+
     mpiddp.init(backend="gloo")
     checkpoints = mpiddp.Checkpoints("run")
     saved = checkpoints.resume()

@@ -3,9 +3,10 @@
     mpiddp launch -n 2 tests/programs/sweep.py save FOLDER      # trains, saves, and trains on
     mpiddp launch -n 1 tests/programs/sweep.py resume FOLDER    # resumes, trains on, and compares the bits
 
-With "all" after FOLDER, with all kinds of parameters; with "cuda", on a GPU, without which torch refuses the
-kernels of CUDA graphs (capturable). A training that torch refuses is left out. Rank 0 prints how many
-trainings there are of each optimizer and kernel, and which differ from those that did not stop.
+With "all" after FOLDER, with all kinds of parameters, with "rest", with those that are left out otherwise; with
+"cuda", on a GPU, without which torch refuses the kernels of CUDA graphs (capturable). A training that torch
+refuses is left out. Rank 0 prints how many trainings there are of each optimizer and kernel, and which differ
+from those that did not stop.
 """
 
 import itertools
@@ -103,8 +104,8 @@ def parameter(kind: str) -> torch.Tensor:
 
 
 KINDS = ["transposed", "transposed 3-D", "channels_last", "bf16"]
-if "all" in sys.argv:
-    KINDS += ["row by row", "expanded gradient", "0-d", "shorter than the ranks"]
+REST = ["row by row", "expanded gradient", "0-d", "shorter than the ranks"]
+KINDS = KINDS + REST if "all" in sys.argv else REST if "rest" in sys.argv else KINDS
 
 
 class Model(nn.Module):

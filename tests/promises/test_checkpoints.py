@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +23,12 @@ from mpiddp.cli import main
 from tests.support import installs, tiny_data
 from tests.support.cluster import faults
 from tests.support.own_script import DIES, STEPS, example
-from tests.support.place import Done, Here, Hosts, Place, eventually, here_and_on_hosts, program
+from tests.support.place import Done, Here, Hosts, Place, eventually, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.training import (
+    by_hand,
     contents,
+    crashed_after,
     losses,
     records,
     step_folder,
@@ -51,16 +52,6 @@ def two_epochs(place: Place) -> tuple[str, ...]:
         tiny_data.image_folder(data, 9, 3)
     images = ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--num-workers=0")
     return (*MODEL, *images, "--epochs=2")
-
-
-def crashed_after(step: int, run: Path, copy: Path) -> Path:
-    """A copy of a run, as a crash after the save of a step leaves it."""
-    shutil.copytree(run, copy)
-    for kept in steps_kept(copy):
-        if kept > step:
-            shutil.rmtree(step_folder(copy, kept))
-    (copy / "summary.json").unlink()
-    return copy
 
 
 def resumed_step(done: Done) -> int:
@@ -109,23 +100,13 @@ def test_training_resumes_bit_for_bit(here, ranks, options):
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a whole run of examples/ddp_with_checkpoints.py on two ranks."""
     place = Here(tmp_path_factory.mktemp("undisturbed"))
-    place.run("launch", *place.where(2), example(place.folder)).assert_ok()
+    place.fork(by_hand(example(place.folder)), ranks=2).assert_ok()
     return place.folder
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     loaded: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
     return loaded
-
-
-def test_killed_script_restarts(here, undisturbed):
-    """A restart repeats a script's steps since its last save, and ends with the same bits."""
-    job = example(here.folder, each_step=DIES)
-    done = here.run("launch", *here.where(2), "--max-restarts", "1", job).assert_ok()
-    assert "was killed by SIGKILL" in done.stderr
-    assert resumed_step(done) == 15
-    assert unequal(weights(here.folder), weights(undisturbed)) == []
-    assert steps_kept(here.folder / "runs/ddp") == [35, 40]
 
 
 def test_stopped_script_resumes_under_any_launcher(here, undisturbed):
@@ -148,7 +129,7 @@ def test_stopped_script_resumes_under_any_launcher(here, undisturbed):
         assert resumed_step(done) == step
         assert unequal(weights(folder), weights(undisturbed)) == [], launcher
         assert steps_kept(folder / "runs/ddp") == [step, STEPS]
-    again = here.run(*launcher, job, cwd=folder).assert_ok()
+    again = Here(folder).fork(by_hand(job), ranks=2).assert_ok()
     assert (resumed_step(again), "made a step" in again.stdout) == (STEPS, False)
 
 
@@ -323,8 +304,6 @@ if how == "destroys":
 if how == "forks" and os.fork() == 0:
     sys.exit()
 if how == "raises":
-    if dist.get_rank() > 0:  # its own failure would cut the save of rank 0 off after a second
-        signal.pause()
     raise ValueError("a bug")
 sys.exit(0)
 """
@@ -333,7 +312,7 @@ sys.exit(0)
 @pytest.mark.parametrize("how", ["exits", "forks", "raises", "destroys"])
 def test_last_save_is_waited_for(here, how):
     """The last save of a script is completed, however the script ends."""
-    ranks = 1 if how == "forks" else 2
+    ranks = 2 if how == "destroys" else 1
     done = here.run("launch", *here.where(ranks), here.script(LAST_SAVE), how)
     done.assert_code(1 if how == "raises" else 0)
     assert steps_kept(here.folder / "run") == [2]
@@ -408,37 +387,37 @@ from pathlib import Path
 import torch, mpiddp
 
 folder, wrong = sys.argv[1:]
-rank = mpiddp.init(backend="gloo").rank
-restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-folder += {"folder": f"-{rank}", "restart": f"-{restart}"}.get(wrong, "")
-if wrong in ("links", "places"):  # a home folder is a link on some hosts
-    Path(str(rank)).mkdir(exist_ok=True)
-    os.chdir(str(rank))
-    if wrong == "links" and rank == 1 and restart == "0":
-        Path("../0/new").mkdir(parents=True, exist_ok=True)
-        Path("new").symlink_to("../0/new")
-        os.kill(os.getpid(), signal.SIGKILL)  # before the ranks have named a folder
-width = {"config": 2, "width": rank}.get(wrong, 1)
-checkpoints = mpiddp.Checkpoints(folder, config={"width": width})
-torch.manual_seed(0)
-model = torch.nn.Linear(2, 3)
-if wrong != "no resume":
-    saved = checkpoints.resume()
-    if wrong == "links" and rank == 1 and restart == "1":
+with mpiddp.process_group(backend="gloo") as world:
+    rank, restart = world.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]
+    folder += {"folder": f"-{rank}", "restart": f"-{restart}"}.get(wrong, "")
+    if wrong in ("links", "places"):  # a home folder is a link on some hosts
+        Path(str(rank)).mkdir(exist_ok=True)
+        os.chdir(str(rank))
+        if wrong == "links" and rank == 1 and restart == "0":
+            Path("../0/new").mkdir(parents=True, exist_ok=True)
+            Path("new").symlink_to("../0/new")
+            os.kill(os.getpid(), signal.SIGKILL)  # before the ranks have named a folder
+    width = {"config": 2, "width": rank}.get(wrong, 1)
+    checkpoints = mpiddp.Checkpoints(folder, config={"width": width})
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 3)
+    if wrong != "no resume":
+        saved = checkpoints.resume()
+        if wrong == "links" and rank == 1 and restart == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if saved is None:
+            checkpoints.save(1, {"model": model.state_dict()})
+    if wrong in ("no resume", "step"):
+        checkpoints.save(2 + (wrong == "step") * rank, {})
+    if wrong == "model":
+        saved.load_into(model=torch.nn.Linear(3, 3))
+    if wrong == "restart" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if saved is None:
-        checkpoints.save(1, {"model": model.state_dict()})
-if wrong in ("no resume", "step"):
-    checkpoints.save(2 + (wrong == "step") * rank, {})
-if wrong == "model":
-    saved.load_into(model=torch.nn.Linear(3, 3))
-if wrong == "restart" and rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_wrong_resume_is_refused_by_all_ranks(here):
-    """A checkpoint of another config or model, or a forgotten resume(), is refused, without a restart."""
+    """A checkpoint of another config or model, or a forgotten resume(), is refused by all ranks with code 2."""
     job = (here.script(WRONG_RESUME), "run")
     here.fork(*job, "nothing").assert_ok()
     for wrong, words in (
@@ -446,9 +425,7 @@ def test_wrong_resume_is_refused_by_all_ranks(here):
         ("model", r"weight was saved with shape \[3, 2\]"),
         ("no resume", "step_00000001"),
     ):
-        ranks = 2 if wrong == "model" else 1
-        done = here.run("launch", *here.where(ranks), "--max-restarts", "3", *job, wrong)
-        assert "restart" not in done.assert_refused(words).stderr
+        here.fork(*job, wrong, ranks=2 if wrong == "model" else 1).assert_refused(words)
         assert steps_kept(here.folder / "run") == [1]
 
 
@@ -460,24 +437,27 @@ DIFFERENT = {
 }
 
 
-@here_and_on_hosts
-def test_two_runs_are_never_made_in_silence(place):
+def test_two_runs_are_never_made_in_silence(hosts):
     """Ranks that name different folders, settings or steps are refused, each value with its rank; so is a
     restart in another folder than the run before it. The sentence comes once.
     """
     for wrong, words in DIFFERENT.items():
-        job = (place.script(WRONG_RESUME), "new", wrong)
-        done = place.run("launch", *place.where(2), "--max-restarts", "3", *job)
-        assert done.assert_refused(words).stderr.count("restarting") == (wrong == "restart")
-        folders = sorted(path.name for path in place.folder.glob("new*"))
+        job = (hosts.script(WRONG_RESUME), "new", wrong)
+        if wrong == "restart":
+            done = hosts.run("launch", *hosts.where(2), "--max-restarts", "3", *job)
+            assert done.stderr.count("restarting") == 1
+        else:
+            done = hosts.fork("node0:1,node1:1", *job)
+        done.assert_refused(words)
+        folders = sorted(path.name for path in hosts.folder.glob("new*"))
         assert folders == {"step": ["new"], "restart": ["new", "new-0"]}.get(wrong, [])
 
 
 def test_one_folder_may_have_two_real_paths(here):
     """Ranks that reach the same folder by links save and restart there. A host has no two folders."""
-    job = ("launch", *here.where(2), "--max-restarts", "2", here.script(WRONG_RESUME), "new")
-    here.run(*job, "places").assert_refused("not the folder of the other ranks")
-    here.run(*job, "links").assert_ok()
+    job = (here.script(WRONG_RESUME), "new")
+    here.fork(*job, "places", ranks=2).assert_refused("not the folder of the other ranks")
+    here.run("launch", *here.where(2), "--max-restarts", "2", *job, "links").assert_ok()
     assert steps_kept(here.folder / "0/new") == [1]
 
 
@@ -485,17 +465,14 @@ def test_run_in_use_is_refused(hosts):
     """A second job in the folder of a running job is refused. After a kill, the next job resumes at once."""
     train = ("train", *OPTIONS, "--save-every=1", "--out=run")
     first = hosts.start(*train).until("step 20/")
-    # Another host does not see the processes of the first.
-    on_node1 = [sys.executable, "-m", "mpiddp", *train]
-    there = hosts["node1"].run(on_node1, env=ENV, cwd=hosts.folder)
-    beside = hosts.run(*train)
-    for code, stderr in ((there.returncode, there.stderr), (beside.code, beside.stderr)):
-        assert (code, len(stderr.splitlines())) == (2, 1), stderr
-        assert stderr.startswith("mpiddp: run: "), stderr
+    for host in ("node1", "node0"):  # another host does not see the processes of the first
+        second = hosts.fork(f"{host}:1", *train).assert_refused("^mpiddp: run: ")
+        assert len(second.stderr.splitlines()) == 1, second.stderr
     assert first.process.poll() is None
     first.signal(signal.SIGKILL).wait()
-    third = hosts.start(*train).until("resuming from").until("images/s")
-    third.signal(signal.SIGTERM).wait().assert_code(75)
+    last = steps_kept(hosts.folder / "run")[-1]
+    third = hosts.fork("node0:1", *train, f"--stop-at-step={last + 1}").assert_code(75)
+    assert resumed_step(third) == last
 
 
 FALLS_SILENT = """
@@ -724,12 +701,16 @@ def test_received_shards_go_with_their_tensors(apart):
     assert (resumed_step(done), "sending" in done.stdout) == (2, True)
 
 
-def test_script_on_hosts_apart(apart, undisturbed):
-    """A script on hosts without a shared disk survives a kill, and the loss of a host with its disk."""
+def test_killed_script_restarts(apart, undisturbed):
+    """A restart repeats a script's steps since its last save, and ends with the same bits.
+
+    So does a start after the loss of a host with its disk. These hosts share no disk for checkpoints.
+    """
     job = example(apart.folder / "job", each_step=DIES)
     job.write_text(job.read_text().replace("runs/ddp", str(PRIVATE)))
     where = ("-H", "node0:1,node1:1", "--max-restarts", "1")
     done = apart.run("launch", *where, job, env=ENV).assert_ok()
+    assert "was killed by SIGKILL" in done.stderr
     assert resumed_step(done) == 15
     nodes = [host.path(PRIVATE) for host in apart.cluster.hosts]
     assert steps_kept(nodes[0]) == steps_kept(nodes[1]) == [35, 40]
@@ -738,7 +719,7 @@ def test_script_on_hosts_apart(apart, undisturbed):
     shutil.rmtree(nodes[0])
     shutil.rmtree(step_folder(nodes[1], 40))
     (apart.folder / "model.pt").unlink()
-    done = apart.run("launch", "-H", "node2:1,node1:1", job, env=ENV).assert_ok()
+    done = apart.fork("node2:1,node1:1", by_hand(job)).assert_ok()
     assert resumed_step(done) == 35
     assert steps_kept(nodes[2]) == steps_kept(nodes[1]) == [35, 40]
     assert unequal(weights(apart.folder), weights(undisturbed)) == []
@@ -770,22 +751,21 @@ def test_hosts_apart_save_the_same_statistics(apart):
 def test_hsdp_resumes_bit_for_bit(hosts):
     """On a shared disk, hsdp saves each shard once, resumes bit for bit, and can continue as ddp."""
     train = ("node0:2,node1:2", "train", *MODEL, "--use-syn", "--global-batch-size=24")
-    train += ("--epochs=1", "--steps-per-epoch=6", "--amp=off", "--lr=0.01", *SAVE_ALL)
+    train += ("--epochs=1", "--steps-per-epoch=4", "--amp=off", "--lr=0.01", *SAVE_ALL)
     whole = hosts.folder / "whole"
     hosts.fork(*train, "--parallel=hsdp", f"--out={whole}").assert_ok()
-    resumed = crashed_after(4, whole, hosts.folder / "resumed")
+    resumed = crashed_after(3, whole, hosts.folder / "resumed")
     done = hosts.fork(*train, "--parallel=hsdp", f"--out={resumed}").assert_ok()
-    assert resumed_step(done) == 4
-    expected = contents(whole, 6)
-    assert unequal(contents(resumed, 6), expected) == []
+    assert resumed_step(done) == 3
+    expected = contents(whole, 4)
+    assert unequal(contents(resumed, 4), expected) == []
     parts = [expected[f"shard_{rank:05d}"] for rank in range(2)]  # ranks 2 and 3 have the same shards
     saved = sum(each.numel() for part in parts for each in part.values())
     assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
 
-    options = ("--parallel=ddp", f"--resume={step_folder(whole, 4)}", "--out=ddp")
+    options = ("--parallel=ddp", f"--resume={step_folder(whole, 3)}", "--out=ddp")
     hosts.fork(*train, *options).assert_ok()
-    expected = {step: losses(whole)[step] for step in (5, 6)}
-    assert losses(hosts.folder / "ddp") == pytest.approx(expected, rel=1e-4)
+    assert losses(hosts.folder / "ddp") == pytest.approx({4: losses(whole)[4]}, rel=1e-4)
 
 
 # Object storage
@@ -831,8 +811,7 @@ def test_a_run_in_object_storage(here):
         here.run("python", "-c", f"{files}; {code}", env=env).assert_ok()
 
     def train() -> str:
-        ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-        return here.run("python", *ranks, job, address, env=env).assert_ok().stdout
+        return here.fork(job, address, ranks=2, env=env).assert_ok().stdout
 
     def listed() -> list[str]:
         lines = here.run("checkpoints", "list", address, env=env).assert_ok().lines
@@ -956,7 +935,7 @@ def test_full_disk(apart):
     train += ("--steps-per-epoch=5", "--save-every=1", f"--out={PRIVATE}")
     with disk(apart, PRIVATE / "checkpoints", 5.75) as saves:  # a checkpoint has 2.3 MB
         run = saves.parent
-        warned = apart.run(*train).assert_code(1)
+        warned = apart.fork("node0:1", *train).assert_code(1)
         assert "epoch 1/1  step 5/5" in warned.stdout
         assert warned.stderr.count("cannot be saved") >= 3
         assert steps_kept(run) == [1, 2]
@@ -964,7 +943,7 @@ def test_full_disk(apart):
 
         larger = ["mount", "-o", "remount,size=9M", str(PRIVATE / "checkpoints")]
         apart["node0"].run(larger, check=True)
-        done = apart.run(*train).assert_ok()
+        done = apart.fork("node0:1", *train).assert_ok()
         assert resumed_step(done) == 2
         assert steps_kept(run) == [4, 5]
 

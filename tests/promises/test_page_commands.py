@@ -20,7 +20,7 @@ import pytest
 
 from tests.docs.test_pages import USER_PAGES, blocks, named, prose
 from tests.support.machine import nvidia_smi, tool
-from tests.support.own_script import EXAMPLE
+from tests.support.own_script import PLAIN
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Done, Here, Hosts
 from tests.support.ranks import ALL_OUTPUT, ROOT, clean_env
@@ -37,12 +37,14 @@ def test_what_a_page_shows_is_what_its_commands_print(page, tmp_path):
     for folder in ("examples", "hostfiles"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for text in consoles(page):
-        compare(text, tmp_path)
+        if page.stem != "get-started" or "ddp.py" not in text:  # the next test compares those
+            compare(text, tmp_path)
 
 
 def test_the_first_jobs_on_any_machine(tmp_path):
     """The first jobs of docs/get-started.md run on a machine with one GPU and one core, too."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/ddp.py").write_text(PLAIN.read_text().replace("STEPS = 2000", "STEPS = 300"))
     tools = tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -123,12 +125,30 @@ def test_another_line_would_be_found():
 AS_USERS = dict.fromkeys(ALL_OUTPUT, "")
 
 
+# It prints what examples/ddp_with_checkpoints.py prints, without the time that torch takes for an optimizer.
+IN_THE_PICTURE = """
+import time, torch, torch.distributed as dist, mpiddp
+dist.init_process_group("gloo")
+checkpoints = mpiddp.Checkpoints("runs/ddp", every="10m")
+saved = checkpoints.resume()
+for step in range(saved.step + 1 if saved else 1, 601):
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.005)
+    if step % 100 == 0 and dist.get_rank() == 0:
+        print(f"step {step}: loss 0.1234", flush=True)
+    if checkpoints.due(step) or step == 600:
+        checkpoints.save(step, {})
+    if mpiddp.should_stop():
+        break
+"""
+
+
 def test_the_picture(hosts: Hosts):
     """The picture of README.md is what the program prints."""
     texts = re.findall(r">([^<]+)</text>", (ROOT / "docs/pictures/launch.svg").read_text())
     shown = html.unescape("\n".join(texts)).replace("^C", "")
     pairs = [first_command(text) for text in re.split(r"^\$ ", shown, flags=re.MULTILINE)[1:]]
-    hosts.script(EXAMPLE.read_text().replace("STEPS = 2000", "STEPS = 600"), "train.py")
+    hosts.script(IN_THE_PICTURE, "train.py")
     for command, expected in pairs:
         job = hosts.start(*shlex.split(command)[1:], cwd=hosts.folder, env=AS_USERS)
         if "SIGINT" in expected:
@@ -145,10 +165,9 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
 for step in range(1000):
     if step == 50 and dist.get_rank() == 3: raise ValueError("bad sample 17")
-    model(torch.ones(8)).sum().backward()
+    dist.all_reduce(torch.ones(8))
 """
 
 

@@ -60,7 +60,7 @@ def test_every_kind_of_state(here, ranks):
     model resumes as a whole one, and the other way round.
     """
     here.fork(program("states.py"), "save", here.folder, ranks=ranks).assert_ok()
-    for later in (1, 2, 3, 4):
+    for later in (1, 4) if ranks == 1 else (1, 2, 3, 4):
         # A stage takes its tensors out of a pipeline's state, and one that had all layers is none.
         kinds = ["values", "schedules", "scaler", "plain", "fsdp", "ema", "averaged_model"]
         kinds += ["zero", "tensor_parallel", "nested", "fsdp=plain", "plain=fsdp"]
@@ -69,7 +69,7 @@ def test_every_kind_of_state(here, ranks):
         assert done.assert_ok().stdout.count("resume ") >= len(kinds)
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, ()), pytest.param(1, ("all",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, ()), pytest.param(1, ("rest",), marks=pytest.mark.slow)])
 def test_a_resume_is_exact(here, ranks, kinds):
     """A resume continues with the same bits: for each optimizer of torch, its kernels, and kinds of
     parameters; for fp32 or integer states of bf16 weights; for factored states; sharded or not.
@@ -575,14 +575,14 @@ def test_tensors_are_mapped(here):
 
 
 def test_many_small_tensors(tmp_path):
-    """100,000 small tensors cost the thread that saves them four seconds of CPU."""
-    tensors = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100_000)}
+    """25,000 small tensors cost the thread that saves them a second of CPU."""
+    tensors = {f"layer.{index}": torch.full((3,), float(index)) for index in range(25_000)}
     run = tmp_path / "run"
     with mpiddp.Checkpoints(run, every=None) as checkpoints:
         checkpoints.save(1, {"model": tensors})
         before = time.process_time() - time.thread_time()
         checkpoints._wait_for_own_save()
-        assert time.process_time() - time.thread_time() - before < 4 * slowness()
+        assert time.process_time() - time.thread_time() - before < slowness()
     assert unequal(mpiddp.load(run).state["model"], tensors) == []
 
 
@@ -611,14 +611,14 @@ with mpiddp.Checkpoints(sys.argv[1], keep=1, every=None) as checkpoints:
 
 
 def test_load_beside_a_live_run(here, capsys):
-    """Another process loads or verifies the checkpoints of a live run, 5,000 of 5,000 times."""
+    """Another process loads or verifies the checkpoints of a live run, 1,600 of 1,600 times."""
     run, steps = here.folder / "run", set()
     job = here.start("python", here.script(SAVES), "run").until("has saved")
-    for _ in range(3000):
+    for _ in range(1000):
         saved = mpiddp.load(run)
         assert saved.state["weight"].tolist() == [saved.step] * 100
         steps.add(saved.step)
-    for verb in ("verify", "list") * 1000:
+    for verb in ("verify", "list") * 300:
         assert main(["checkpoints", verb, str(run)]) == 0
     assert "broken" not in capsys.readouterr().out
     assert len(steps) > 10

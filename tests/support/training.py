@@ -1,6 +1,7 @@
 """What a run has written, read as docs/checkpoints.md describes its files."""
 
 import json
+import shutil
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,23 @@ def training_of(config: Config, train: DeviceImages, test: DeviceImages | None =
 
 def step_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step_{step:08d}"
+
+
+def by_hand(job: Path) -> Path:
+    """A copy of an example for ranks that are forks, for which no agent has made a store."""
+    line, copy = 'dist.init_process_group("nccl" if on_gpu else "gloo")', job.with_name(f"by_hand_{job.name}")
+    copy.write_text(job.read_text(encoding="utf-8").replace(line, 'mpiddp.init(backend="gloo")'))
+    return copy
+
+
+def crashed_after(step: int, run: Path, copy: Path) -> Path:
+    """A copy of a run, as a crash after the save of a step leaves it."""
+    shutil.copytree(run, copy)
+    for kept in steps_kept(copy):
+        if kept > step:
+            shutil.rmtree(step_folder(copy, kept))
+    (copy / "summary.json").unlink()
+    return copy
 
 
 def verified(folder: Path) -> Path:

@@ -115,7 +115,7 @@ def test_every_patch_has_its_test():
         *patches.IN_A_CALL,
     }
     others = {patches.crash_stack, patches.stop_signal, patches.no_dns, patches.finalized_mpi}
-    others.add(patches.store_of_job)  # tests/promises/test_failures.py, test_ranks_leave
+    others.add(patches.store_of_job)  # tests/promises/test_failures.py, test_later_groups
     others.add(patches.forming)  # tests/promises/test_hangs.py
     assert every == OF_PYTHON.keys() | others
     assert len(every) <= 12
