@@ -1,8 +1,7 @@
 """World: this process's rank and the sizes of the job, read from the environment variables of its source.
 
 Every source of ranks, such as an mpirun, srun or torchrun, is one row of a table, with the names of its
-variables. If only some of them are set, that is an error, so no process takes itself for rank 0 because a
-variable is missing.
+variables. If only some of them are set, that is an error, so no process takes itself for rank 0 by mistake.
 
     mpirun -np 2 python -c 'import mpiddp; print(mpiddp.World.from_env())'
 """
@@ -81,8 +80,7 @@ RANK_SOURCES = (
         starts_any_program=True,
         sets=("FLUX_TASK_", "PMI_", "PMIX_"),
     ),
-    # The shell of an salloc and an sbatch script have SLURM_NTASKS too, but they are not tasks: only a
-    # job step has ranks.
+    # The shell of an salloc and an sbatch script have SLURM_NTASKS too, but only a job step has ranks.
     RankSource(
         "slurm",
         ("SLURM_STEP_ID",),

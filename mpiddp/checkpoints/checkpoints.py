@@ -74,8 +74,7 @@ class Checkpoints:
         Args:
             folder: path of the run, or an address of object storage, such as "s3://bucket/runs/a".
             keep: number of verified checkpoints to keep, besides those that are pinned, or mapped by a reader.
-            every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: only
-                before a stop.
+            every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: at a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a silent rank, in a save or a resume.
@@ -133,8 +132,7 @@ class Checkpoints:
         before. Records of later steps are dropped. Call it once, before the first `save`.
 
         To start from another run: `saved = checkpoints.resume() or mpiddp.load("runs/other")`. To go back in
-        this one: `mpiddp checkpoints rewind DIR STEP`. The next resume begins there, and sets later
-        checkpoints aside.
+        this one: `mpiddp checkpoints rewind DIR STEP`. The next resume begins there, and sets later ones aside.
 
         Raises:
             UserError: no verified checkpoint there, or one of another script, program or config; another
@@ -201,8 +199,7 @@ class Checkpoints:
                 ranks have different things under one key, which it names.
             RuntimeError: another thread than that of the first save calls it.
             UserError: the ranks save different steps; the folder has checkpoints, and `resume` has not been
-                called; see there as well. No rank has loaded a pipeline stage's tensor of the checkpoint that
-                the run resumes from.
+                called; see there as well. No rank has loaded a pipeline stage's tensor of the resumed run.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
         step = operator.index(step)  # a number of numpy, for example

@@ -139,8 +139,7 @@ def log_metrics(step: int, **values: Any) -> None:
     With `mpiddp launch --log-to tensorboard` or MPIDDP_LOG_TO=tensorboard in the environment, rank 0 writes
     the numbers to TensorBoard too; `mpiddp launch --help-all` names the other libraries.
 
-    Call it on all ranks, or on rank 0: one rank of each file system writes. A record that cannot be written
-    causes a warning.
+    Call it on all ranks, or on rank 0: one rank of each file system writes, and warns if it cannot.
 
     Args:
         step: the step of the run to which the values belong, as `Checkpoints.save` counts them. A value of

@@ -98,8 +98,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     `step` is None at the end of the run: the last save must succeed, because no other one follows.
 
     Raises:
-        UserError: the ranks save different steps; no rank has loaded a tensor of the checkpoint from which
-            the run resumes.
+        UserError: the ranks save different steps; no rank has loaded a tensor of the resumed checkpoint.
         JobFailed: the previous save has failed, and had to succeed; or a rank is silent.
     """
     run.wait()

@@ -57,7 +57,8 @@ _WELL = re.compile(
 
 _BY_ID = {row.id: row for row in ROWS}
 _OWN_ERROR, _RANK_ENDED = _BY_ID["own-error"], _BY_ID["rank-ended"]
-_HANG, _QUIET, _INTERRUPT = (_BY_ID[f"python-{name}"] for name in ("hang", "quiet", "interrupted"))
+_PYTHON = ("hang", "quiet", "interrupted", "left-early")
+_HANG, _QUIET, _INTERRUPT, _LEFT_EARLY = (_BY_ID[f"python-{name}"] for name in _PYTHON)
 # Texts with the same first character share a branch, because that is faster than one alternative for each text.
 _BRANCHES = groupby(sorted([OURS, FIX, *(text for row in ROWS for text in row.says)]), key=lambda text: text[0])
 _TEXTS = re.compile(
@@ -179,8 +180,9 @@ class Log:
             error = verdict["error"]
             self._rows.pop(_QUIET.id, None)  # the job went on after it
             rows = _shown_by(error or text, Weight.EXCEPTION) or [_OWN_ERROR] * bool(error)
-            rows += _shown_by(text)  # with a rank that has left the others before
             row = next((row for row in rows if row.weight != Weight.CONSEQUENCE), _RANK_ENDED)
+            if row.weight in (Weight.SYMPTOM, Weight.CONSEQUENCE) and _LEFT_EARLY in _shown_by(text):
+                row = _LEFT_EARLY  # the error only says that this rank waited
             is_own = row.weight in (Weight.CAUSE, Weight.EXCEPTION) and row is not _INTERRUPT
             if self._verdict and self._verdict.failure in (_HANG, _QUIET) and not is_own:
                 return  # Ctrl-C, or the end of a rank, has only ended the hang

@@ -80,8 +80,7 @@ _LONGEST_INTERVAL_S, _LONGEST_MS = 32_767, 2**31 - 1  # that the kernel accepts
 _TCP_INFO = 60
 
 _NUMBER, _MAYBE = (int, float), (int, type(None))
-# The messages that a rank may send, with their required fields and types. Without a launcher, a rank sends
-# the first four.
+# The messages of a rank, with their required fields and types. Without a launcher, it sends the first four.
 MESSAGES: dict[str, dict[str, Any]] = {
     "gather": {"key": str, "timeout_s": (int, float, type(None))},
     "claim": {"key": str},  # to have failed first. `like` is equal for equal errors of two ranks

@@ -147,7 +147,8 @@ class Child:
     def tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):
             if self.control is not None:
-                socket.send_fds(self.control, [json.dumps(facts).encode() + b"\n"], files)
+                line = json.dumps(facts).encode() + b"\n"
+                self.control.sendall(line[socket.send_fds(self.control, [line], files) :])
 
     def keep_output(self, folder: Path) -> Path:
         """Write the outputs to files of this folder. Returns that of stderr, which will have a traceback."""

@@ -160,8 +160,7 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
 def at_exit(action: Callable[[], None]) -> None:
     """Call the action when the interpreter exits, but not in a forked child. Its error ends the process.
 
-    Python would print the error, and end with the script's own code: the script has succeeded, but its last
-    save has not.
+    Python would print the error, and end with the script's own code, which knows nothing of the last save.
     """
 
     def act(process: int) -> None:

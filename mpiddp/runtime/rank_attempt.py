@@ -216,8 +216,7 @@ class RankAttempt:
         try:
             env, store = meet(self.coordinator, str(problem or ""), rank.program.files)
         finally:
-            # All ranks have read the private file once they have met, or refuse together. Otherwise the
-            # launcher removes it.
+            # All ranks have read the private file once they have met, or refuse together. Else the launcher does.
             if rank.private_file and isinstance(sys.exc_info()[1], (UserError, type(None))):
                 from mpiddp.hosts import private
 
@@ -345,9 +344,10 @@ class RankAttempt:
                 child.others.add(self.store.pid)
             case "serve":
                 self.store.serve()
-            case "imported" if self.holds:
+            case "imported" if self.holds and (self.spare or "torch" in facts["ahead"]["modules"]):
+                # Without a spare, a restart takes longer.
                 with errors.aid("hot spare", child.say):
-                    if self.spare is None:  # without one, a restart takes longer
+                    if self.spare is None:
                         spare = Child(self.rank)
                         spare.start(os.environ)
                         self.spare = spare

@@ -40,6 +40,8 @@ _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
 _INSTALLED = "-packages"  # is in the path of an installed module
 _DYNAMO = "torch._dynamo"  # the first optimizer, or DDP, imports it, which takes nearly as long as torch
+_Before = tuple[Mapping[str, str], Sequence[str]]  # os.environ and sys.path, before an import
+_Imported = Callable[[_Before], None]
 
 
 def main() -> None:
@@ -80,12 +82,12 @@ def _begin(session: Session, control: socket.socket) -> None:
 
     The agent sends "go", with the script's variables, and its last arguments if this process is older than
     they are. On rank 0, the sockets of torch's store come with it. A process that waits for the next
-    attempt gets "ahead" before, for each module that it shall import.
+    attempt gets an "ahead" before for each import that the script has told its agent.
     """
     # The calls that follow the script's own imports. Until it begins, there are none.
-    afterwards: dict[str, list[Callable[[], None]]] = {"torch": [], _DYNAMO: []}
-    for name in afterwards:
-        sys.meta_path.insert(0, AtImport([name], partial(_importing, name, afterwards[name])))
+    at_torch, at_dynamo = list[_Imported](), list[_Imported]()
+    sys.meta_path.insert(0, AtImport(["torch"], partial(_importing_torch, at_torch)))
+    sys.meta_path.insert(0, AtImport([_DYNAMO], partial(_importing, at_dynamo)))
     session.tell_agent("ready")
     facts, sockets = _message_of_agent(control)
     ahead: list[dict[str, Any]] = []
@@ -107,57 +109,66 @@ def _begin(session: Session, control: socket.socket) -> None:
         session.starting_mpi = partial(_starting_mpi, session, facts["mpi"])
         sys.meta_path.insert(0, AtImport(_USES_MPI, session.starting_mpi))
 
-    def act() -> None:
+    def torch_is_there(before: _Before) -> None:
         from mpiddp.runtime.rendezvous.store import StoreOfJob
 
         if patches.is_on(patches.store_of_job.__name__):
             session.store = StoreOfJob(env, control, sockets)
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
-        for earlier in ahead:
-            session.tell_agent("imported", ahead=earlier)
-        if not ahead:
-            tell([*_installed(modules), "torch"])
-
-    def tell(imported: Sequence[str]) -> None:
         with aid("hot spare"):
-            session.tell_agent("imported", ahead={"modules": imported, **_changes_since(variables)})
+            told = ahead or [_ahead([*_installed(modules), "torch"], variables, before)]
+            for facts in told:
+                session.tell_agent("imported", ahead=facts)
 
-    afterwards["torch"].append(act)
-    afterwards[_DYNAMO].append(partial(tell, [_DYNAMO]))
+    def dynamo_is_there(before: _Before) -> None:
+        with aid("hot spare"):
+            session.tell_agent("imported", ahead=_ahead([_DYNAMO], variables, before))
+
+    at_torch.append(torch_is_there)
+    at_dynamo.append(dynamo_is_there)
     if "torch" in sys.modules:
-        act()
+        torch_is_there((os.environ, sys.path))
 
 
 @contextmanager
-def _importing(name: str, afterwards: Iterable[Callable[[], None]]) -> Iterator[None]:
-    raises = name == "torch" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def _importing_torch(afterwards: Iterable[_Imported]) -> Iterator[None]:
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with (
+        _importing(afterwards),
         patches.frozen_torch() if patches.is_on("frozen_torch") else nullcontext(),
         # torch goes on without numpy if numpy's import fails, and so also at a KeyboardInterrupt.
         interrupts_end(signal.default_int_handler) if raises else nullcontext(),
     ):
         yield
-    for act in afterwards:
-        act()
 
 
-def _changes_since(variables: Mapping[str, str]) -> dict[str, Any]:
-    """What the script has changed, and an import may depend on."""
-    now = {**dict.fromkeys(variables), **os.environ}
+@contextmanager
+def _importing(afterwards: Iterable[_Imported]) -> Iterator[None]:
+    before = dict(os.environ), [*sys.path]  # an import may set variables itself
+    yield
+    for imported in afterwards:
+        imported(before)
+
+
+def _ahead(modules: Sequence[str], variables: Mapping[str, str], before: _Before) -> dict[str, Any]:
+    """What a spare imports, with all that the script had changed `before`, and an import may depend on."""
+    environ, path = before
+    now = {**dict.fromkeys(variables), **environ}
     return {
+        "modules": modules,
         "variables": {name: now[name] for name in now if now[name] != variables.get(name)},
-        "path": [folder for folder in sys.path if isinstance(folder, str)],
+        "path": [folder for folder in path if isinstance(folder, str)],
     }
 
 
 def _installed(before: Set[str]) -> list[str]:
     """The installed packages that the script has imported."""
-    new = [name for name in sys.modules if name not in before and "." not in name]
+    new = [name for name in [*sys.modules] if name not in before and "." not in name]
     return [name for name in new if _INSTALLED in str(getattr(sys.modules[name], "__file__", None))]
 
 
 def _import_ahead(facts: Mapping[str, Any]) -> None:
-    """Import modules for the next attempt, with the variables of the script when it had imported them."""
+    """Import modules for the next attempt, with the variables that the script had when it imported them."""
     path, variables = [*sys.path], {name: os.environ.get(name) for name in facts["variables"]}
     sys.path[:] = facts["path"]
     _set(facts["variables"])
@@ -166,6 +177,8 @@ def _import_ahead(facts: Mapping[str, Any]) -> None:
             __import__(name)
     _set(variables)
     sys.path[:] = path
+    if "tempfile" in sys.modules:  # it keeps the folder that TMPDIR named
+        vars(sys.modules["tempfile"])["tempdir"] = None
 
 
 def _set(variables: Mapping[str, str | None]) -> None:

@@ -75,8 +75,7 @@ def spawn(
     every host, at the caller's paths; `cloudpickle.register_pickle_by_value` sends one of them along.
 
     Args:
-        function: it may return anything that can be pickled; tensors have to be on the CPU. `sys.exit()`
-            returns None.
+        function: it returns what can be pickled; tensors have to be on the CPU. `sys.exit()` returns None.
         args: its arguments, the same on every rank. `functools.partial` passes arguments by name.
         hosts: hosts with their slots, as `-H`: "node1:4,node2:4" or ["node1:4", "node2:4"]. By default
             those of `hostfile`, else of the scheduler's allocation, else this machine.

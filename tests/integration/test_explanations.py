@@ -81,6 +81,7 @@ GONE = (
     "mpiddp: rank 0 on n1 ended early, with exit code 0. Then rank 1 on n1 failed first: RuntimeError: "
     "[gloo] Connection closed by peer [::1]:40000. The other ranks were stopped."
 )
+LEFT = "mpiddp: rank 0 on n1 ended early, with exit code 0 (os._exit). Then rank 1 on n1"
 RESTARTED = "mpiddp: restarting on n1 and n2 (restart 1 of 3)."
 ENDED = "mpiddp: rank 0 on n1 ended first, with exit code 3. The other ranks were stopped."
 DF = ["Filesystem      Size  Used Avail Use% Mounted on", *["/dev/sda1  9G  4G  5G  45% /"] * 20]
@@ -120,6 +121,13 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         # A rank that has left the others is why their connections closed, unless its log has a cause.
         ([RESET, GONE], [("python-left-early", 2), ("gloo-peer-gone", 1)]),
         ([OOM, GONE], [("cuda-out-of-memory", 1), ("python-left-early", 2)]),
+        ([f"{LEFT} failed first: {WAITED.partition('] ')[2]}."], [("python-left-early", 1)]),
+        ([f"{LEFT} failed first: ValueError: bad."], [("own-error", 1)]),
+        ([f"{LEFT} was killed by SIGKILL."], [("system-killed", 1)]),
+        (
+            ["mpiddp: rank 0 on n1 ended early, with exit code 0. Then the job hung and was stopped."],
+            [("python-hang", 1)],
+        ),
         ([HUNG, VERDICT], [("own-error", 2), ("python-hang", 1)]),
         (["a.py: error: the following arguments are required: --local-rank"], [("torch-local-rank-argument", 1)]),
         # A silence is no hang. The job went on after it, unless it was stopped for it.

@@ -167,10 +167,10 @@ def test_a_restart_in_the_same_agents(hosts):
 
 
 SPARED = """
-import os, signal, sys, time
+import os, signal, sys, tempfile, time
 import numpy
-before = os.environ.get("TOKENIZERS_PARALLELISM"), len(sys.path)
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
+before = os.environ.get("TOKENIZERS_PARALLELISM"), len(sys.path), tempfile.tempdir
+os.environ.update(TOKENIZERS_PARALLELISM="false", TMPDIR=os.getcwd())
 sys.path.append("modules")
 import torch
 print("is", os.getpid(), numpy.random.rand(), *before, flush=True)
@@ -178,7 +178,8 @@ waited_for = "torch._dynamo" in sys.modules
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "3"
 parameter = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([parameter])
-print("optimizer", waited_for, torch._inductor.config.compile_threads, flush=True)
+set_by_import = "TORCHINDUCTOR_CACHE_DIR" in os.environ
+print("optimizer", waited_for, set_by_import, torch._inductor.config.compile_threads, flush=True)
 while os.environ["TORCHELASTIC_RESTART_COUNT"] != "2":
     parameter.grad = torch.ones(1)
     optimizer.step()
@@ -212,7 +213,7 @@ def test_a_hot_spare(here):
     assert len({*numbers}) == 3
     assert len({*before}) == 1
     assert before[0].startswith("None ")
-    assert re.findall("optimizer (.*)", done.stdout) == ["False 3", *["True 3"] * 2]
+    assert re.findall("optimizer (.*)", done.stdout) == ["False True 3", *["True True 3"] * 2]
     assert not here.processes()
 
 
@@ -226,6 +227,13 @@ dist.init_process_group("gloo")
 dist.barrier()
 print("trained")
 """
+
+
+def test_a_module_without_a_name(here):
+    """Without what a hot spare needs to know, a healthy job goes on, and one line says so."""
+    script = here.script("import sys\nsys.modules[1] = None\nimport torch\nprint('trained')")
+    done = here.run("launch", *here.where(1), "--max-restarts", "1", script).assert_ok()
+    assert (done.lines, sum("no hot spare: TypeError" in line for line in done.said)) == (["trained"], 1)
 
 
 def test_a_spare_that_cannot_start(here):

@@ -206,7 +206,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
         return _of_own_end(record, first)
     # Ranks that ended without a report, or whose scripts a signal has killed.
     killed = [end for end in failures if end.kind == "lost" or end.facts.get("signal")]
-    # After a script's end, its MPI may have ended the agents of other ranks.
+    # After a script that a signal has killed, its MPI may have ended the agents of other ranks.
     ends = [end for end in killed if first.kind == "lost" or end.kind != "lost"]
     at_once = [end for end in ends if first in killed and end.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(record.host_of(end.rank) for end in at_once))

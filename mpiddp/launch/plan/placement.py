@@ -73,8 +73,7 @@ def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:
 def _slots(hosts: Hosts, host: Host, gpus: Sequence[Gpu] | None, options: LaunchOptions, env: Mapping[str, str]) -> int:
     """A host's slots: the number of its line, else that of its GPUs.
 
-    A scheduler may count cores, so its slots are at most the GPUs. `gpus` is None if no preflight has asked
-    the host.
+    A scheduler may count cores, so its slots are at most the GPUs. `gpus`: None if no preflight has asked.
     """
     is_gloo, slots = options.backend == "gloo", host.slots or 0
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.

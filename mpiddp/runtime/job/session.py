@@ -274,8 +274,7 @@ def current() -> Session:
 def script_session() -> Session:
     """The session of this process, connected to the server of its job. Raises JobFailed if that is silent.
 
-    In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls a function of mpiddp is the
-    rank's script.
+    In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls mpiddp is the script.
     """
     session, ranks = current(), current().coordinator
     with session._lock:  # the first calls may come from several threads at once

@@ -103,8 +103,7 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
     """Treat these signals as requests to stop, unless the script, or nohup, handles them itself.
 
     SIGUSR1 comes from mpirun or srun, and SIGUSR2 from Grid Engine, to every process of a job. Batch systems
-    send SIGTERM, and the launcher, which gets it too, limits the time. Without a launcher, `only_first` lets
-    a second signal kill.
+    send SIGTERM, and the launcher, which gets it too, limits the time. Without one, `only_first`: a second one kills.
     """
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     before = {n: handler for n in numbers if (handler := signal.getsignal(n)) in defaults}

@@ -1,5 +1,6 @@
 """What happens inside the process of a script, without any other process."""
 
+import gc
 import json
 import socket
 import sys
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from mpiddp.runtime import at_import
 from mpiddp.runtime.at_import import AtImport
 from mpiddp.runtime.job.coordinator import ChannelLost
 from mpiddp.runtime.job.session import ProcessKind, Session
@@ -33,6 +35,13 @@ def test_an_import_that_follows_one_that_fails(tmp_path, monkeypatch):
         __import__("fragile_module")
         assert ends == [True]
         del sys.modules["fragile_module"]
+
+
+def test_a_script_with_many_objects_waits_for_no_freeze(monkeypatch):
+    monkeypatch.setattr(at_import, "_MANY", 0)
+    with at_import.frozen_torch():
+        assert not gc.isenabled()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
 
 
 def test_two_messages_of_the_agent_at_once():
