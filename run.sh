@@ -289,7 +289,7 @@ case ${1:-} in
     pytest=("$venv/bin/python" -m pytest --dist loadfile --no-loadscope-reorder)
     if [[ ${1:-} == all ]]; then
       shift
-      exec "${pytest[@]}" -n 4 "$@" # they mostly wait, on ssh and for faults to be noticed
+      exec "${pytest[@]}" -n 5 "$@" # they often wait, on ssh and for faults to be noticed
     fi
     for argument in "$@"; do
       [[ ! -e ${argument%%::*} ]] || QUICK=() # the tests that are named instead

@@ -22,8 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
 LONGEST_FIRST = """
-    training hangs failures checkpoints doctor start stop restarts ssh python allocations hosts bench_parts
-    as_under_torchrun states page_commands run_sh output variables gpus refusals packaging
+    failures hangs as_under_torchrun training stop states doctor checkpoints bench_parts restarts allocations ssh hosts
+    start run_sh page_commands python output variables gpus refusals script
 """
 
 
