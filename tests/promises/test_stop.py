@@ -111,7 +111,7 @@ def draw(what):
     print(f"\\r{what} {time.time()}", end="", flush=True, file=sys.stderr)
     time.sleep(0.05)
 while not mpiddp.should_stop():
-    draw("step")
+    draw("step " + os.environ["RANK"])
 print("saving", flush=True)
 while not os.path.exists("closed"):
     draw("saving")
@@ -125,7 +125,7 @@ def test_a_terminal_that_closes(here):
     job = ("-n", "2", "--log-ranks", "all", "--report", "report.json", here.script(DRAWS))
     launch = ("-m", "mpiddp", "launch", *job)
     with in_a_terminal(sys.executable, *launch, cwd=here.folder) as terminal:
-        terminal.until("step")
+        terminal.until("step 0").until("step 1")  # both have called should_stop
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, terminal.outer)  # the kernel sends SIGHUP, and every write fails from now on
         os.close(null)
