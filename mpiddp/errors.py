@@ -61,7 +61,8 @@ class UserError(_Sentence):
 class JobFailed(_Sentence):
     """A fault of a machine, the network or another rank in a job that has started, as one sentence.
 
-    The exit code is 1, and `--max-restarts` restarts the job. A script may raise it too, with what has failed.
+    The exit code is 1, and `--max-restarts` restarts the job. A script may raise it too, with a sentence that
+    says what has failed.
     """
 
 

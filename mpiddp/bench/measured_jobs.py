@@ -106,7 +106,7 @@ class Jobs:
 
     def command(self, ranks: int) -> list[str]:
         """The beginning of the command of a job on so many ranks."""
-        # A rank has as many threads as in a job on all slots: one that has its host alone would be faster.
+        # A rank has as many threads as in a job on all slots, or one that has its host alone would be faster.
         share = max(1, (os.cpu_count() or 1) // self.per_host)
         threads = os.environ.get("OMP_NUM_THREADS") or share
         command = launch_command("-x", f"OMP_NUM_THREADS={threads}", *self.where)

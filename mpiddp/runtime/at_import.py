@@ -74,9 +74,9 @@ def _steps(run: Callable[[ModuleType], None], module: ModuleType) -> Iterator[No
 def frozen_torch() -> Iterator[None]:
     """Garbage collections skip all that the script's `import torch`, which is the body, makes.
 
-    torch's modules live as long as the process. Otherwise the collector visits their
-    250,000 objects while they are made, in each full collection of the training, and several times when the
-    process ends: a third of the processor time of a short rank. The objects of the script are collected as ever.
+    torch's modules live as long as the process. Otherwise the collector visits their 250,000 objects while
+    they are made, in each full collection of the training, and several times when the process ends: a third
+    of the processor time of a short rank. The objects of the script are collected as ever.
     """
     import gc
 

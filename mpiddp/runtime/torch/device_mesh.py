@@ -47,7 +47,7 @@ def mesh(*, tp_across_hosts: bool = False, device_type: str | None = None, **siz
 
     Raises:
         SystemExit: code 2, on every rank, after rank 0 has printed the reason: an unknown name, sizes that do
-            not fill the ranks or the hosts, ranks that are not numbered host by host, arguments that differ.
+            not fill the ranks or the hosts, ranks not numbered host by host, arguments that differ between them.
         UserError: there is no process group.
     """
     if not dist.is_available() or not dist.is_initialized():

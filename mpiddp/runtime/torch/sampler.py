@@ -36,7 +36,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
                     checkpoints.save(step, {…, "sampler": sampler.state_dict()})
 
     `batches` counts what the loop has received. The workers of a DataLoader run ahead, so the sampler cannot
-    know otherwise. With torchdata's StatefulDataLoader, save the loader in place of the sampler.
+    know otherwise. With torchdata's StatefulDataLoader, save the loader instead: it counts itself.
 
     Pass `generator=torch.Generator()` to a DataLoader whose run has to resume with the same bits. Otherwise
     it draws from torch's generator whenever a loop begins, and a resume begins one more.
