@@ -308,6 +308,33 @@ def test_a_limit_of_processes(hosts, where, limit):
     assert "allow TCP" not in done.stderr
 
 
+# After `--version`, it takes all processes that are left, and hangs.
+TAKES_ALL = f"""#!{sys.executable}
+import os, sys, time
+if sys.argv[1] == "--version":
+    sys.exit(print("mpirun (Open MPI) 5.0.11"))
+try:
+    while os.fork():
+        pass
+except BlockingIOError:
+    pass
+time.sleep(6000)
+"""
+
+
+def test_an_mpirun_that_hangs_at_a_limit_of_processes(hosts):
+    """The same if mpirun does not end: the launcher itself cannot start an ssh then."""
+    mpirun = executable(hosts.folder / "mpirun", TAKES_ALL)
+    executable(hosts.folder / "prted", "exit 0")
+    launch = [sys.executable, "-m", "mpiddp", "launch", "--mpirun", mpirun, "-H", "node0:1,node1:1"]
+    limited = ["bash", "-c", 'ulimit -u 40 && exec "$@"', "sh", *launch, program("identity.py")]
+    hosts.folder.chmod(0o777)
+    done = hosts["node0"].run(limited, user=USER, cwd=hosts.folder)
+    assert done.returncode == 1, done
+    assert done.stderr.endswith(f"\n{FIX}{MORE_PROCESSES}\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_working_folder_that_this_user_may_not_enter(hosts):
     """A working folder that the user may not enter, as root's over NFS, is named before the start."""
     (closed := hosts.folder / "closed").mkdir(mode=0o700)

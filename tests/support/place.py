@@ -147,11 +147,12 @@ class Job:
         return _text(self.err)
 
     def until(self, text: str, times: int = 1) -> Job:
-        """Wait until the text stands in its output. A job that ends without it fails the test."""
+        """Wait until the text stands in whole lines of its output. A job that ends without it fails the test."""
 
         def appears() -> bool:
             ended = self.process.poll() is not None
-            if (self.stdout + self.stderr).count(text) >= times:
+            lines = (stream[: stream.rfind("\n") + 1] for stream in (self.stdout, self.stderr))
+            if "".join(lines).count(text) >= times:
                 return True
             assert not ended, f'ended without "{text}"\n{self.stdout}\n{self.stderr}'
             return False

@@ -125,12 +125,10 @@ class LateStart(Watcher):
             case "joining" if len(record.latest["joining"]) == 1:
                 self._allow(event.facts["timeout_s"])
             case "mpirun" if event.facts["code"]:  # its ssh may have failed
-                lost, needed = list[str](), _PER_RANK * (len(record.fact("began", "here")) + 3)
-                if (room := room_for(needed)) < needed:
-                    few = f"this user gets only {room} more processes and threads on this machine"
-                    lost = [with_fix(f"mpirun could not start the ranks: {few}.", MORE_PROCESSES)]
+                lost = list[str]()
                 with suppress(KeyboardInterrupt), self.launcher.signals.interrupting():
-                    lost = lost or self._probe()  # a stop ends the logins, and the loop sees its signal as well
+                    # A stop ends the logins, and the loop sees its signal as well.
+                    lost = self._few_processes() or self._probe()
                 if lost:
                     self.attempt.add_act("end", failed=False, why="\n".join(lost), overdue="")
 
@@ -149,8 +147,9 @@ class LateStart(Watcher):
             self.attempt.ask_for_stacks(self._name_late_ranks, lambda: self._is_late)
             if not record.latest["started"]:
                 # No other limit would end an mpirun that hangs.
-                why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
-                self.attempt.stop_ranks(f"no rank has started in {self._limit_s:g} s: {why}")
+                hangs = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
+                hung = f"no rank has started in {self._limit_s:g} s: {hangs}"
+                self.attempt.stop_ranks([*self._few_processes(), hung][0])
 
     def _name_late_ranks(self) -> None:
         record = self.record
@@ -160,12 +159,23 @@ class LateStart(Watcher):
             others_wait = record.latest["joining"] or not have_all_started
             (self.attempt.stop_ranks if others_wait else self.output.log)(sentence)
 
+    def _few_processes(self) -> list[str]:
+        """A sentence if this user may not have as many processes as a start takes. Some mpirun hangs then."""
+        needed = _PER_RANK * (len(self.record.fact("began", "here")) + 3)
+        if (room := room_for(needed)) >= needed:
+            return []
+        few = f"this user gets only {room} more processes and threads on this machine"
+        return [with_fix(f"mpirun could not start the ranks: {few}.", MORE_PROCESSES)]
+
     def _probe(self) -> list[str]:
         """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
         agents, started = self.attempt.agents, self.record.latest["started"]
         late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
         asked = [host for host in agents.others if host.name in late]
-        answers = ask_hosts(asked, "print(0)", transport=self.plan.request.hosts.transport)
+        try:
+            answers = ask_hosts(asked, "print(0)", transport=self.plan.request.hosts.transport)
+        except (OSError, RuntimeError):  # this user gets no process for it, or no thread
+            return [] if started else self._few_processes()
         lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
         return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
