@@ -112,9 +112,8 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
         is_compared = number <= 2 or number % COMPARED_SAVES == 0
         values = agreement.digest_of_values(run, flat) if is_compared else ""
         word = word._replace(digest=agreement.digest_of(flat), values=values)
-    if step is not None and run.num_saves == 0:
-        left_out = run.resumed._unloaded if run.resumed else {}
-        unloaded = {entry: sorted(names) for entry, names in left_out.items()}
+    if run.resumed and step is not None:
+        unloaded = {entry: sorted(names) for entry, names in run.resumed._unloaded.items()}
         word = word._replace(unloaded=unloaded)
     if run.is_writer:
         word = word._replace(pins=sorted(pinned_in(run.dir.path)))

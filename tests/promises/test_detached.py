@@ -235,7 +235,7 @@ def test_the_report_of_a_job_that_failed(here):
 
 def test_the_report_of_a_job_that_was_stopped(here):
     """The report of a stop has the checkpoint, and the command that resumes the job."""
-    train = ["--use-syn", "--backend=gloo", "--arch=resnet20", "--epochs=9", "--out", "run"]
+    train = ["--use-syn", "--backend=gloo", "--arch=resnet20", "--epochs=900", "--out", "run"]
     train += ["--batch-size=4", "--steps-per-epoch=20"]
     options = ("--report", "r.json", *here.where(1))
     job = here.start("launch", *options, "-m", "mpiddp", "train", *train).until("epoch")

@@ -9,12 +9,17 @@ import time
 
 import pytest
 
-from tests.support.patience import within
+from tests.support.patience import slowness, within
 from tests.support.place import Place, eventually, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.terminal import in_a_terminal
 
 LONG_GRACE = ("--grace", "600")
+
+
+def seconds(idle: int) -> str:
+    """A limit in which all ranks import torch, if that takes so long on the idle machine, or less."""
+    return str(round(idle * slowness()))
 
 
 # --- without an option ---
@@ -98,7 +103,7 @@ def test_a_rank_that_does_not_come_to_the_group(here, late):
     (here.folder / "come").touch()
     sentence = job.wait().assert_code(130 if late else 0).said[0]
     one, other = (f"rank {rank} on {here.hosts[0]}" for rank in (late, 1 - late))
-    waited = rf"{one} has not entered init_process_group, for which rank {1 - late} has waited 6\d s"
+    waited = rf"{one} has not entered init_process_group, for which rank {1 - late} has waited \d+ s"
     places = {
         one: r"is in wait \(late\.py:4\): time\.sleep\(0\.1\)",
         other: r'is in <module> \(late\.py:9\): dist\.init_process_group\("gloo"\)',
@@ -125,7 +130,7 @@ dist.all_reduce(numbers, dist.ReduceOp.MAX)
 def test_a_timeout_of_a_collective(hosts):
     """When torch's own timeout ends a collective, one line says which rank had not come, and its line."""
     script = hosts.script(COLLECTIVES, "waits.py")
-    done = hosts.run("launch", *hosts.where(2), script, "sleeps", "8").assert_code(1)
+    done = hosts.run("launch", *hosts.where(2), script, "sleeps", seconds(8)).assert_code(1)
     is_in = re.escape("it is in <module> (waits.py:10): time.sleep(6000).")
     call = r"all_reduce no\. 2 \(float32, 8\), for which rank 0 has waited \d+ s"
     named = rf"rank 1 on node1 has not entered {call}; {is_in}"
@@ -135,7 +140,7 @@ def test_a_timeout_of_a_collective(hosts):
 def test_collectives_that_differ(here):
     """If the ranks call different collectives, one line names both calls and both lines of the script."""
     script = here.script(COLLECTIVES, "differs.py")
-    options = ("--hang-timeout", "8", *here.where(2))
+    options = ("--hang-timeout", seconds(8), *here.where(2))
     done = here.run("launch", *options, script, "differs", "600").assert_code(1)
     one, other = (f"rank {rank} on {host}" for rank, host in enumerate(here.hosts_of(2)))
     calls = f"all_reduce no. 2 (float32, 8) of {one}, broadcast no. 2 (float32, 8) of {other}"
@@ -150,7 +155,7 @@ def test_collectives_that_differ(here):
 @pytest.mark.parametrize(("how", "function"), [("stop", ""), ("native", "hold_the_interpreter")])
 def test_hang_timeout(hosts, how, function):
     """--hang-timeout ends a job that hangs, and shows the Python stack of the rank at fault."""
-    options = ("--hang-timeout", "10", *hosts.where(2))
+    options = ("--hang-timeout", seconds(10), *hosts.where(2))
     with within(40):
         done = hosts.run("launch", *options, program("one_fails.py"), how).assert_code(1)
     call = r"all_reduce no\. \d+ \(float32, 1\), for which rank 0 has waited \d+ s"
@@ -176,7 +181,7 @@ dist.init_process_group("gloo")
 def test_a_hang_before_the_group(here):
     """If one rank never forms the process group, a line says where each is, and its stack is shown."""
     script = here.script(HALF, "half.py")
-    done = here.run("launch", "--hang-timeout", "10", *here.where(2), script).assert_code(1)
+    done = here.run("launch", "--hang-timeout", seconds(10), *here.where(2), script).assert_code(1)
     one, other = (f"rank {rank} on {host}" for rank, host in enumerate(here.hosts_of(2)))
     sentence, *stacks = done.said
     places = [
@@ -206,7 +211,7 @@ with mpiddp.process_group(backend="gloo") as world:
 @pytest.mark.parametrize("rank", ["0", "1"], ids=["the other one waits", "the other one has ended"])
 def test_a_save_of_one_rank_alone(here, rank):
     """After `if rank == 0: save()`, the hang's line names the script's own lines, and no file of mpiddp."""
-    options = ("--hang-timeout", "10", *here.where(2))
+    options = ("--hang-timeout", seconds(10), *here.where(2))
     done = here.run("launch", *options, here.script(ALONE, "one.py"), rank).assert_code(1)
     sentence = next(line for line in done.said if "is in" in line)
     assert re.findall(r"is in <module> \((\w+\.py:\d+)\)", sentence) == ["one.py:8"], sentence
@@ -225,7 +230,7 @@ def test_the_others_are_done(here, is_command):
     """A rank that hangs after the others have ended is named with its stack, even within a command."""
     script = here.script(ONE_STAYS, "one_stays.py")
     command = ("--", "sh", "-c", f"{sys.executable} {script}; exit $?")
-    options = ("--hang-timeout", "10", *here.where(2))
+    options = ("--hang-timeout", seconds(10), *here.where(2))
     done = here.run("launch", *options, *(command if is_command else (script,))).assert_code(1)
     assert any(f": rank 0 on {here.hosts[0]} is in " in line for line in done.said), done.stderr
     assert f'File "{script}", line 5, in <module>' in done.stderr
@@ -234,7 +239,7 @@ def test_the_others_are_done(here, is_command):
 
 def test_ctrl_z(here):
     """The time in which the launcher is suspended, as by Ctrl-Z, does not count as a hang."""
-    options = (*LONG_GRACE, "--hang-timeout", "10", *here.where(2))
+    options = (*LONG_GRACE, "--hang-timeout", seconds(10), *here.where(2))
     job = here.start("launch", *options, program("alone.py"), "never").until("step ")
     job.signal(signal.SIGSTOP)
     time.sleep(12)  # longer than --hang-timeout
@@ -336,7 +341,8 @@ def test_a_job_is_watched_and_stopped(here):
 
     def steps() -> list[str]:
         table = [line.split() for line in view("top", pid, "--once")[-2:]]
-        assert [row[:1] + row[2:3] for row in table] == [["0", "running"], ["1", "running"]]
+        assert [row[0] for row in table] == ["0", "1"]
+        assert {row[2] for row in table} <= {"running", "quiet"}
         return [row[3] for row in table]
 
     eventually(lambda: all(step.isdigit() and int(step) > 100 for step in steps()), poll_s=0.3)

@@ -133,7 +133,7 @@ checkpoints = mpiddp.Checkpoints("runs/ddp", every="10m")
 saved = checkpoints.resume()
 for step in range(saved.step + 1 if saved else 1, 601):
     dist.all_reduce(torch.ones(1))
-    time.sleep(0.005)
+    time.sleep(0.005 if saved or step < 300 else 0.1)
     if step % 100 == 0 and dist.get_rank() == 0:
         print(f"step {step}: loss 0.1234", flush=True)
     if checkpoints.due(step) or step == 600:
@@ -189,7 +189,7 @@ def test_one_failure_on_four_ranks(here: Here):
     # The victims that are quick enough print a traceback, of 9 to 11 lines, before torchrun ends them.
     about_lines, about_tracebacks = map(int, theirs.groups())
     assert 2 <= tracebacks <= about_tracebacks + 1, torchrun.stderr
-    assert abs(lines + 10 * (about_tracebacks - tracebacks) - about_lines) <= 10, torchrun.stderr
+    assert abs(lines + 10 * (about_tracebacks - tracebacks) - about_lines) <= 10 * tracebacks, torchrun.stderr
 
 
 def counted(done: Done) -> tuple[int, int]:

@@ -40,15 +40,18 @@ def test_spawn_returns_results(hosts):
 
 CALLS = """
 import time, mpiddp
+from itertools import pairwise
+from statistics import median
 mpiddp.init()
 checkpoints = mpiddp.Checkpoints("run", every=100_000)
+times = []
 for step in range(1, 20_001):
-    if step == 10_001:
-        begun = time.perf_counter()
+    if step % 1000 == 1:
+        times.append(time.perf_counter())
     mpiddp.progress(step, 20_000, loss=0.5)
     checkpoints.due(step)
     mpiddp.should_stop()
-print((time.perf_counter() - begun) / 10_000, flush=True)
+print(median(later - earlier for earlier, later in pairwise(times)) / 1000, flush=True)
 """
 
 
@@ -367,12 +370,12 @@ def bench(here: Here, name: str, *options: str) -> tuple[dict[str, Any], list[st
 
 def test_bench(here):
     """`mpiddp bench` measures the scaling efficiency of any script, and the bus bandwidth of all-reduces."""
-    options = ("--hosts", "localhost:2", "--rounds=1", "--seconds=3")
+    options = ("--hosts", "localhost:2", "--rounds=1", "--seconds=8")
     results, row = bench(here, "scaling", *options, here.script(STEPS))
     speeds = {run["ranks"]: run["steps"] / run["seconds"] for run in results["runs"]}
     # By its sleep, a step of two ranks takes twice as long.
-    assert 0.4 < speeds[2] / speeds[1] < 0.6
-    assert 6 / slowness() < speeds[1] < 11
+    assert 0.3 < speeds[2] / speeds[1] < 0.8
+    assert 3 / slowness() < speeds[1] < 11
     assert row[:2] == ["2", "1"]
     assert row[6] == f"{speeds[2] / speeds[1]:.3f}"
     options = ("-H", "localhost:3", "--max-size=1M", "--seconds=0.000001")

@@ -328,9 +328,9 @@ def test_defaults_resume_and_say_how_long_they_take(here, processor):
     assert (config["arch"], config["optimizer"]) == ("whitened_resnet8", "muon")
     has_bf16 = not processor and fast_dtype(torch.device("cpu")) is torch.bfloat16
     assert (config["epochs"], config["amp"]) == ((13, "bf16") if has_bf16 else (6, "off"))
-    said = [line for line in whole.lines if re.fullmatch(r"epoch .*  \d+ s left", line)]
+    said = [line for line in whole.lines if re.fullmatch(r"epoch .*  [\d.]+ (s|min) left", line)]
     assert len(said) == steps
-    assert re.search(rf"^{steps - 6} steps to come, in about \d+ s$", whole.stdout, re.M)
+    assert re.search(rf"^{steps - 6} steps to come, in about [\d.]+ (s|min)$", whole.stdout, re.M)
 
 
 def test_determinism_is_checked(here):
@@ -588,7 +588,7 @@ def test_series(here, one_device, script, ranks):
 SLOW = """
             if step == 27 and rank == 0 and not saved:
                 print("in the middle", flush=True)
-            time.sleep(0.3 * (step >= 27 and not saved))
+            time.sleep(1.0 * (step >= 27 and not saved))
 """
 
 
@@ -720,6 +720,6 @@ def test_pitfalls(here):
     assert "saved by rank 0: 6 times the file of rank 0\n" in text
     assert "saved by all ranks: the file is 6 times" not in text
     assert "the ranks of 2 add up to 1\n" in text
-    hang = ("--hang-timeout", "10s", str(folder / "collective_on_one_rank.py"))
+    hang = ("--hang-timeout", "40s", str(folder / "collective_on_one_rank.py"))
     done = here.run("launch", *here.where(2), *hang).assert_code(1)
     assert "dist.all_reduce(mean_loss, group=metrics)" in done.stderr

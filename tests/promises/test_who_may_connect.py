@@ -163,9 +163,10 @@ def checksum(data):
 
 wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 wire.bind((link, 3))
+wire.setsockopt(socket.SOL_SOCKET, 33, 1 << 26)  # SO_RCVBUFFORCE
 agents, last = set(), {}
 print("listens", flush=True)
-while sys.stdin not in select.select([wire, sys.stdin], [], [])[0]:
+while wire in select.select([wire, sys.stdin], [], [])[0]:
     frame = wire.recv(1 << 16)
     ip, tcp = frame[14:34], frame[34:]
     if frame[12:14] != b"\x08\x00" or frame[23] != 6 or ip[12:16] != address:

@@ -5,11 +5,12 @@ A test takes the fixture `place`, `here` or `hosts` (tests/promises/conftest.py)
     done = place.run("launch", *place.where(2), program("identity.py"), env={"A": "1"}, mpi="mpich")
     assert done.code == 1
     assert done.said == ["rank 1 on node1 was killed by SIGKILL. The other ranks were stopped."]
-    assert place.processes() == []
+    eventually(lambda: not place.processes())
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -40,7 +41,8 @@ from tests.support.ranks import ROOT, clean_env
 
 PROGRAMS = ROOT / "tests" / "programs"
 MPIS = ("openmpi5", *OTHER_MPIS)
-STORE_PORT = 29500  # of ranks on hosts of a test cluster, where nothing else takes it
+# Of ranks on hosts of a test cluster, where nothing else takes them. The store of a fork may end after its ranks.
+STORE_PORTS = itertools.count(29500)
 # Daemons of the hosts themselves, and the sessions that they hold open.
 DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sge_qmaster", "sge_execd")
 
@@ -363,7 +365,7 @@ class Hosts(Place):
         counts = (part.split(":") for part in where.split(","))
         names = [name for name, count in counts for _ in range(int(count))]
         variables = {"OMP_NUM_THREADS": "1", **(env or {})}
-        of_ranks = forked.variables(names, self[names[0]].address, STORE_PORT)
+        of_ranks = forked.variables(names, self[names[0]].address, next(STORE_PORTS))
         ranks = [
             forked.Rank({**self[name].login(), **variables, **of_rank}, self[name].pid)
             for name, of_rank in zip(names, of_ranks, strict=True)

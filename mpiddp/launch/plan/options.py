@@ -9,9 +9,9 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -191,14 +191,10 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             continue
         if (variable := variables_of_options().get(name)) and (text := os.environ.get(variable)):
             default = argument.parsed(text, variable)
-        how = {"type": partial(_unless_empty, argument.parse)} if name in BY_HOSTFILE else {}
+        # An empty text takes the option of a hostfile back.
+        how = {"type": lambda text, parse=argument.parse: text and parse(text)} if name in BY_HOSTFILE else {}
         actions.append(argument.add_to(group, dest=name, default=default, **how))
     return actions
-
-
-def _unless_empty(parse: Callable[[str], Any], text: str) -> Any:
-    """The value of a text. An empty one stays, which takes the option of a hostfile back."""
-    return text and parse(text)
 
 
 @cache

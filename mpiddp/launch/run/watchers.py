@@ -147,9 +147,9 @@ class LateStart(Watcher):
             self.attempt.ask_for_stacks(self._name_late_ranks, lambda: self._is_late)
             if not record.latest["started"]:
                 # No other limit would end an mpirun that hangs.
-                hangs = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
-                hung = f"no rank has started in {self._limit_s:g} s: {hangs}"
-                self.attempt.stop_ranks([*self._few_processes(), hung][0])
+                hung = f"no rank has started in {self._limit_s:g} s: mpirun or one of its ssh logins hangs."
+                hint = "If a start takes that long, raise --timeout."
+                self.attempt.stop_ranks([*self._few_processes(), f"{hung} {hint}"][0])
 
     def _name_late_ranks(self) -> None:
         record = self.record
