@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, cause_of
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, aid, cause_of
 from mpiddp.files import replace_file
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import Outcome
@@ -86,8 +86,8 @@ class Report:
         ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
         attempt = span | ranks | {"gpus": outcome.gpus} | _ending(outcome)
         self._facts["attempts"].append(attempt)
-        # A disk may hang, but a restart does not wait for it.
-        threading.Thread(target=self._write, daemon=True).start()
+        # A disk may hang, but a restart does not wait for it. This user may get no more threads.
+        aid("report of the attempt")(threading.Thread(target=self._write, daemon=True).start)()
 
     def end(self, outcome: Outcome, resume: str | None) -> None:
         """Add the end of the job, and the command that resumes it. Run the command of `on_end`."""

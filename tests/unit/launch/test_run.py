@@ -1,5 +1,6 @@
 """What the launcher's one thread does while disks, logins and ports do not answer."""
 
+import json
 import os
 import signal
 import subprocess
@@ -54,6 +55,21 @@ def test_a_report_on_a_disk_that_hangs(tmp_path, monkeypatch):
     answers.set()
     report.end(Outcome(STOPPED, "stopped on request."), None)
     assert '"cause": "stopped"' in (tmp_path / "report.json").read_text()
+
+
+def test_a_report_without_a_thread(tmp_path, monkeypatch, capfd):
+    """A job goes on if this user gets no more threads. The report at its end has all attempts."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")  # as the kernel's refusal becomes
+
+    report = outcome_file.Report("job", paths=[tmp_path / "report.json"])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        report.add(0.0, ["node1"], Outcome(FAILED, "rank 0 failed."))
+    assert "no report of the attempt: RuntimeError" in capfd.readouterr().err
+    report.end(Outcome(STOPPED, "stopped on request."), None)
+    assert len(json.loads((tmp_path / "report.json").read_text())["attempts"]) == 1
 
 
 def test_a_login_is_no_process_of_the_job(tmp_path):
