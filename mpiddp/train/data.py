@@ -40,7 +40,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import mpiddp
-from mpiddp.errors import cause_of
 
 Batch = tuple[Tensor, Tensor]  # float [N, 3, H, W] normalized, in channels_last; int64 [N]
 PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
@@ -536,7 +535,8 @@ class _Decoder(torch.utils.data.Dataset[Any]):
 def _problem(path: str, error: Exception) -> Exception:
     """The error of the job if an image cannot be read: a disk may have failed, or the image is bad."""
     if isinstance(error, OSError) and error.errno:
-        return cause_of(error)(f"{path}: the image cannot be read ({error.strerror}).")
+        kind = mpiddp.UserError if isinstance(error, FileNotFoundError | PermissionError) else mpiddp.JobFailed
+        return kind(f"{path}: the image cannot be read ({error.strerror}).")
     return mpiddp.UserError(f"{path}: the image cannot be read ({error}).")
 
 
