@@ -14,7 +14,7 @@ import sys
 import time
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.arguments import Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
@@ -66,21 +66,7 @@ def main(argv: list[str]) -> int:
     return jobs.report({**options, "arguments": []}, measure, table)
 
 
-class Point(TypedDict):
-    """All-reduces of one size. `seconds` has the time of each all-reduce on its slowest rank."""
-
-    backend: str
-    bytes: int
-    seconds: list[float]
-
-
-class Results(TypedDict):
-    ranks: int
-    points: list[Point]
-    hosts: list[Result]
-
-
-def table(results: Results) -> str:
+def table(results: Result) -> str:
     ranks, rows = results["ranks"], []
     for point in results["points"]:
         load = 2 * (ranks - 1) / ranks * point["bytes"] / 1e9
@@ -104,7 +90,7 @@ def rank(backend: str | None, max_size: int, seconds: float, repeats: int) -> No
 
     # NCCL comes first, because it refuses ranks that share a GPU, before gloo has taken its time.
     automatic = dict.fromkeys([choose_backend(None), "gloo"])
-    points: list[Point] = []
+    points: list[Result] = []  # of each size, with the seconds of each all-reduce on its slowest rank
     for name in [backend] if backend else automatic:
         with mpiddp.process_group(backend=name) as world:
             device, size = torch.device(str(world.device)), MIN_BYTES

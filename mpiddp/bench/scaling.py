@@ -13,11 +13,11 @@ import argparse
 import contextlib
 import subprocess
 import time
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from mpiddp.arguments import OUT, Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
-from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, aligned, new_parser, spread, started, values_of
+from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, Result, aligned, new_parser, spread, started, values_of
 from mpiddp.errors import UserError, print_error
 from mpiddp.launch.plan.entrypoint import read_job
 from mpiddp.protocol.channel import VIEW_JOB
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     if sizes[-1] > jobs.slots:
         raise UserError(f"--ranks {sizes[-1]} is more than the {jobs.slots} available slots.")
 
-    def measure() -> dict[str, list[ScalingRun]]:
+    def measure() -> dict[str, list[Result]]:
         turns = [
             (number, ranks)
             for number in range(1, values.rounds + 1)
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         ]
         return {"runs": [run(ranks, number) for number, ranks in turns]}
 
-    def run(ranks: int, number: int) -> ScalingRun:
+    def run(ranks: int, number: int) -> Result:
         folder = jobs.out.absolute() / f"{ranks}_ranks_{number}"
         job = [argument.replace(OUT, str(folder)) for argument in script]
         result = count_steps([*jobs.command(ranks), *job], ranks, values.seconds, jobs.timeout_s)
@@ -77,15 +77,6 @@ def main(argv: list[str]) -> int:
     return jobs.report(options, measure, table)
 
 
-class ScalingRun(TypedDict):
-    """One launch: the steps of its slowest rank in so many seconds."""
-
-    ranks: int
-    hosts: int
-    steps: int
-    seconds: float
-
-
 class Reported(NamedTuple):
     """The newest step that a rank has reported."""
 
@@ -93,10 +84,10 @@ class Reported(NamedTuple):
     at: float  # by time.monotonic()
 
 
-def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float) -> ScalingRun:
+def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float) -> Result:
     """Start a script on so many ranks, count its steps for so many seconds or until its end, and stop it.
 
-    Raises BenchJobFailed if it failed, or made too few steps within `timeout_s`.
+    The result has the steps of its slowest rank, and their seconds. Raises BenchJobFailed if it failed, or made too few steps within `timeout_s`.
     """
     first: dict[int, Reported] = {}
     last: dict[int, Reported] = {}
@@ -135,7 +126,7 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
     return {"ranks": ranks, "hosts": len(hosts), "steps": steps, "seconds": span_s}
 
 
-def table(results: dict[str, list[ScalingRun]]) -> str:
+def table(results: dict[str, list[Result]]) -> str:
     speeds: dict[int, list[float]] = {}
     hosts: dict[int, int] = {}
     for run in results["runs"]:

@@ -161,7 +161,9 @@ def ask_hosts(
                 for _ in range(min(len(waiting), _MOST_LOGINS - pending)):
                     host = waiting.pop()
                     login = kept.pop(host.key, None) if kept else None
-                    ask(host, login or Login(host, python, transport, config))
+                    if login is None or login.process.poll() is not None:  # its network was down meanwhile
+                        login = Login(host, python, transport, config)
+                    ask(host, login)
                 wait_s = min(login.deadline for login in running) - time.monotonic()
                 wait_s = min(wait_s, show_at - time.monotonic(), _LONGEST_WAIT_S)
                 ended = list[Login]()

@@ -9,6 +9,7 @@ as in `| tee`, gets the growth of the open line once a second. A terminal has a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -280,7 +281,9 @@ class Screen:
             self._unsent.clear()
             if not self._has_complained:
                 self._has_complained = True
-                is_gone = isinstance(failed, BrokenPipeError)
+                # An EIO that is not of a disk is of a terminal that has hung up.
+                has_hung_up = failed.errno == errno.EIO and not stat.S_ISREG(os.fstat(self.file).st_mode)
+                is_gone = failed.errno == errno.EPIPE or has_hung_up
                 self.has_failed = not is_gone
                 reason = "its reader went away" if is_gone else failed.strerror
                 lost = "The job continues, and its output there is lost."

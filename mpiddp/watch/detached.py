@@ -149,7 +149,7 @@ def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, standard in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(file, standard)
-    for file in (nothing, output, started):
+    for file in (nothing, output):  # `started` stays open: the end of the terminal's process ends no job
         os.close(file)
     threading.Thread(target=_limit, args=(job,), daemon=True).start()
     return job, starts
@@ -175,7 +175,9 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
 
     The number is higher than all others, because a user may still use the name of a job that was removed.
     """
-    for old in [job for job in detached_jobs() if not job.is_running][KEPT:]:
+    here = (None, socket.gethostname())  # of a job elsewhere, this host may not see the lock
+    ended = [job for job in detached_jobs() if not job.is_running and job.report().get("launched_on") in here]
+    for old in ended[KEPT:]:
         shutil.rmtree(old.folder, ignore_errors=True)
     from tempfile import TemporaryFile  # takes 10 ms
 

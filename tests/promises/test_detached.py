@@ -13,6 +13,7 @@ import pytest
 from tests.support.machine import executable
 from tests.support.patience import eventually
 from tests.support.place import Here, program
+from tests.support.ranks import find_mpirun
 from tests.support.terminal import in_a_terminal
 
 # Each rank prints its line, waits for the file "go", and ends with the code of its argument.
@@ -201,6 +202,19 @@ def test_an_mpirun_that_does_not_start(here):
     done = here.run("launch", "--detach", *job).assert_code(2)
     assert (done.stdout, done.said[-1]) == ("", f"cannot start {mpirun}: No such file or directory.")
     assert not [*here.folder.glob("state/mpiddp/jobs/*")]
+
+
+def test_a_terminal_that_ends_before_the_start(here):
+    """A detached job goes on if the process of its terminal is killed during the checks, before mpirun starts."""
+    text = f'touch asked; until [ -e answer ]; do sleep 0.1; done; exec {find_mpirun()} "$@"'
+    mpirun = executable(here.folder / "mpirun", text)
+    script = here.script("open('ran', 'w')", script_of(here))
+    job = here.start("launch", "--detach", "--mpirun", mpirun, "-n", "1", script)
+    eventually((here.folder / "asked").exists)
+    job.signal(signal.SIGKILL).wait()
+    (here.folder / "answer").touch()
+    here.run("wait", script_of(here).replace(".py", "-1")).assert_ok()
+    assert (here.folder / "ran").exists()
 
 
 def test_a_full_disk_starts_nothing(here):

@@ -217,6 +217,14 @@ def test_a_save_of_one_rank_alone(here, rank):
     assert re.findall(r"is in <module> \((\w+\.py:\d+)\)", sentence) == ["one.py:8"], sentence
 
 
+def test_a_hang_that_somebody_looks_at(here):
+    """However often a viewer asks for the stacks, --hang-timeout ends the job."""
+    job = here.start("launch", "--hang-timeout", seconds(10), *here.where(2), here.script(HALF, "half.py"))
+    while job.process.poll() is None:
+        here.run("stacks", str(job.pid))
+    assert job.wait().assert_code(1).said[-1].startswith("the job hung and was stopped: ")
+
+
 ONE_STAYS = """
 import os, time, mpiddp
 mpiddp.should_stop()

@@ -113,7 +113,9 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
         if has_reason and first.rank in record.latest["supports_stop"]:
             return _of_failure(record, mpirun, first)
-    if is_requested and not (all_done and record.latest["supports_stop"]):
+    # All ranks may have ended before the request, while their output was still read.
+    was_over = all_done and all(end.at < stop.at for end in record.done.values() if stop)
+    if is_requested and not (all_done and (was_over or record.latest["supports_stop"])):
         clause = record.fact("end", "overdue")
         what = f"{clause}; the job was killed" if clause else "the job was stopped"
         if record.fact("stop", "reason") == HUNG_UP:

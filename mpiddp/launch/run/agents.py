@@ -132,6 +132,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
         private_name = private.new_name() if others else ""
         if private_name:
             stack.callback(private.remove, private_name)
+            stack.push(lambda kind, *_: sweep(request, others, job, private_name, ()) if kind else None)
             kept = environment.of_ranks
             environment = Environment(shell, ours=to_start({**kept, variables.PRIVATE: private_name}))
             shell = of_mpirun(shell, request.hosts.transport)

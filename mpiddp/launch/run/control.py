@@ -168,7 +168,7 @@ class Console:
     """
 
     def __init__(self, name: str = "") -> None:
-        self._name = escaped(name)
+        self._name = escaped(name).encode(errors="backslashreplace").decode()
         self._began_at = time.monotonic()
         self.listener: socket.socket | None = None
         self._opened = ExitStack()
@@ -179,7 +179,7 @@ class Console:
                 folder.mkdir(mode=0o700)
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 (folder / channel.NAMED_AT).write_text(self._name, encoding="utf-8")
-                listener = socket.create_server(str(folder / "new"), family=socket.AF_UNIX)
+                listener = socket.create_server(str(folder / "new"), family=socket.AF_UNIX, backlog=4096)
                 stack.enter_context(listener).setblocking(False)
                 # Last: viewers remove a dead socket.
                 (folder / "new").rename(folder / channel.VIEWED_AT)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 from enum import Enum, auto
 from pathlib import Path
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError, of_limit
 from mpiddp.hosts.allocations import seconds_left
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
@@ -106,10 +106,10 @@ class Job:
             self.has_input |= attempt.output.has_input
         except KeyboardInterrupt:  # before mpirun has started
             outcome = _INTERRUPTED if past.attempts else Outcome(INTERRUPTED, "interrupted.")
-        except (UserError, JobFailed) as error:
+        except (UserError, JobFailed, OSError, RuntimeError) as error:
             if not past.attempts:
                 raise
-            outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
+            outcome = Outcome(FAILED, str(of_limit(error) or error))  # the job has started before, and may again
         if outcome.made_steps:
             self.grown_from = None
         if self.grown_from and past.grows and outcome.code == INTERRUPTED:
@@ -184,9 +184,9 @@ class Job:
                 self.plan = self._plan_again()
         except KeyboardInterrupt:
             return interrupted
-        except (UserError, JobFailed) as error:
-            if move is Move.RESTART:  # a host may be usable after the next pause
-                return Outcome(FAILED, str(error))
+        except (UserError, JobFailed, OSError, RuntimeError) as error:
+            if move is Move.RESTART:  # a host, or a process, may be usable after the next pause
+                return Outcome(FAILED, str(of_limit(error) or error))
             log.error(f"{error}\nThe job goes on with the hosts of the last attempt, which have just worked.")
         hosts, announced = self.plan.request.hosts, self.past.announced
         if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:

@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,16 @@ class Report:
             "resume": resume,
             "ended_at": time.time(),
         }
+        self._write()
         if not self._on_end:
-            self._write()
             return
         from tempfile import TemporaryDirectory  # takes 10 ms
 
-        with TemporaryDirectory(prefix="mpiddp-report-") as folder:
-            self._paths = self._paths or [Path(folder, "report.json")]
-            self._write()
+        has_file, made = self._paths, "mpiddp-report-"
+        with aid("command of --on-end"), nullcontext("") if has_file else TemporaryDirectory(prefix=made) as folder:
+            if not has_file:
+                self._paths = [Path(folder, "report.json")]
+                self._write()
             command = [*self._on_end, str(self._paths[0])]
             try:
                 code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode

@@ -27,7 +27,7 @@ from mpiddp.launch.judge.pace import WINDOW_S
 from mpiddp.launch.judge.stacks import shown_stack
 from mpiddp.launch.judge.stragglers import CHRONIC, find_stragglers, straggler_sentence
 from mpiddp.launch.plan.job_plan import search_once
-from mpiddp.launch.run.attempt import Attempt, Watcher
+from mpiddp.launch.run.attempt import LOOK_S, Attempt, Watcher
 from mpiddp.launch.run.output import OUTPUT_S
 from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.group import Peer
@@ -101,7 +101,7 @@ class LateStart(Watcher):
     """Limit the time to start and to join, and name the hosts that are lost, or the ranks that are late."""
 
     _lost_hosts: Sequence[str] = ()  # sentences about hosts whose ranks have not started
-    _limit_s, _ends_at = 0.0, math.inf  # for all ranks to join, or for the first one to start
+    _limit_s, _ends_at, _seen_at = 0.0, math.inf, math.inf  # for all ranks to join, or for the first one to start
     _is_late = False
 
     def on_event(self, event: Event) -> None:
@@ -116,7 +116,7 @@ class LateStart(Watcher):
             case "began":
                 if not self.plan.starter.may_wait:
                     self._allow(start_s)
-                if agents.others:
+                if agents.others and not self.plan.starter.may_wait:
                     self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, record, record.phase)
             case "started" if num_started == record.world_size:
                 self._allow(start_s)
@@ -137,6 +137,8 @@ class LateStart(Watcher):
 
     def look(self, now: float) -> None:
         record = self.record
+        self._ends_at += max(0.0, now - self._seen_at - 10 * LOOK_S)  # this process was stopped, as by Ctrl-Z
+        self._seen_at = now
         if record.phase is not Phase.STARTING:
             return
         if self._lost_hosts:
@@ -170,8 +172,8 @@ class LateStart(Watcher):
     def _probe(self) -> list[str]:
         """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
         agents, started = self.attempt.agents, self.record.latest["started"]
-        late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
-        asked = [host for host in agents.others if host.name in late]
+        begun = {self.record.hosts[rank] for rank in started}
+        asked = [host for host in agents.others if host.name not in begun]
         try:
             answers = ask_hosts(asked, "print(0)", transport=self.plan.request.hosts.transport)
         except (OSError, RuntimeError):  # this user gets no process for it, or no thread
@@ -214,9 +216,11 @@ class Hangs(Watcher):
     def on_event(self, event: Event) -> None:
         record, had_failed = self.record, self._has_failed
         self._has_failed = bool(record.latest["claim"] or record.failures)
-        if self._has_failed and not had_failed and record.phase < Phase.ENDING:
+        if event.kind == "asked":  # by any watcher, or for a viewer
+            self.attempt.ask_for_stacks(self._judge, self._is_over)
+        elif self._has_failed and not had_failed and record.phase < Phase.ENDING:
             # The verdict names the collectives in which the ranks are now, and they end soon.
-            self.attempt.ask_for_stacks(self._judge)
+            self.attempt.ask_for_stacks(lambda: None)
 
     def look(self, now: float) -> None:
         """Before the first step, output is the only sign that the job goes on."""
@@ -226,7 +230,7 @@ class Hangs(Watcher):
         if not record.made_steps:
             self._printed_at = self.output.copied_at
         if now >= next_look_at(record, self._looked_at, self._printed_at):
-            self.attempt.ask_for_stacks(self._judge, self._is_over)
+            self.attempt.ask_for_stacks(lambda: None)
 
     def _is_over(self) -> bool:
         hang = find_hang(self.record, self._printed_at) if self.record.runs else None

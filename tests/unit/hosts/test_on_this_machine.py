@@ -43,6 +43,10 @@ def test_a_login_that_stays_open_takes_one_program_after_the_other():
         assert not logins
         third = run_here(says_its_pid, logins=logins).value
         assert third != first
+        (login,) = logins.values()
+        login.process.kill()  # as ssh ends when its network was down for some seconds
+        login.process.wait()
+        assert run_here(says_its_pid, logins=logins).value != third
     assert not Path(f"/proc/{third}").exists()
 
 

@@ -1,17 +1,20 @@
 """What the launcher's one thread does while disks, logins and ports do not answer."""
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
+import tempfile
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import pytest
 
-from mpiddp.errors import FAILED, STOPPED, UserError
+from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.judge.events import Outcome, Phase, Record, Stop
 from mpiddp.launch.plan import job_plan
@@ -21,7 +24,7 @@ from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past, place
 from mpiddp.launch.plan.starters import STARTERS
 from mpiddp.launch.run import handover, job, outcome_file, watchers
-from mpiddp.launch.run.control import SignalQueue
+from mpiddp.launch.run.control import Console, SignalQueue
 from mpiddp.launch.run.job import Job, Move
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.mpirun import MpirunProcess
@@ -72,6 +75,75 @@ def test_a_report_without_a_thread(tmp_path, monkeypatch, capfd):
     assert len(json.loads((tmp_path / "report.json").read_text())["attempts"]) == 1
 
 
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_command_at_the_end_without_a_temporary_folder(tmp_path, monkeypatch, capfd, has_file):
+    """It gets the file of --report. Without one, a line says why it did not run, and the job has ended as it has."""
+    report = outcome_file.Report("job", paths=[tmp_path / "report.json"] * has_file, on_end=("cat",))
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        report.end(Outcome(STOPPED, "stopped on request."), None)
+    printed, said = capfd.readouterr()
+    assert ('"cause": "stopped"' in printed) == has_file
+    assert ("no command of --on-end: FileNotFoundError" in said) != has_file
+
+
+def late_start(record: Record, **of_attempt: object) -> watchers.LateStart:
+    options = SimpleNamespace(timeout_s=None)
+    request = SimpleNamespace(hosts=SimpleNamespace(transport=None))
+    plan = SimpleNamespace(options=options, request=request, starter=SimpleNamespace(may_wait=False))
+    agents = SimpleNamespace(others=[Host("b"), Host("c")], launcher=None)
+    defaults = {"server": None, "output": None, "timers": None}
+    return watchers.LateStart(SimpleNamespace(agents=agents, plan=plan, record=record, **{**defaults, **of_attempt}))
+
+
+def test_a_host_with_a_rank_that_has_started_is_not_lost(monkeypatch):
+    """However late its other ranks are, and however slow a login there is meanwhile."""
+    asked = []
+    monkeypatch.setattr(watchers, "ask_hosts", lambda hosts, *_, **__: asked.extend(hosts) or {})
+    record = Record(["a", "b", "b", "c"])
+    record.add(Event("started", 1, {"host": "b", "pid": 7}))
+    late_start(record)._probe()
+    assert asked == [Host("c")]
+
+
+def test_a_launcher_that_was_stopped_at_the_start():
+    """The time in which it was stopped, as by Ctrl-Z, is not that of mpirun."""
+    stopped = []
+    late = late_start(Record(["a", "b"]), stop_ranks=stopped.append, add_act=lambda *_, **__: None)
+    late.attempt.ask_for_stacks = lambda *_: None
+    late.on_event(Event("started", 0, {"host": "a", "pid": 7}))
+    now = time.monotonic()
+    late._allow(100)
+    for at in (now, now + 1, now + 1000, now + 1001):
+        late.look(at)
+    assert not stopped
+    for at in range(5, 130, 5):
+        late.look(now + 1000 + at)
+    assert stopped
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "no"), JobFailed("a host is down.")])
+def test_a_restart_that_this_machine_does_not_allow_is_one_of_several(error, monkeypatch):
+    """--max-restarts counts it, and the next one may get more processes."""
+
+    def fails(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Job, "_plan_again", fails)
+    past = SimpleNamespace(failures=0, grows=False, _replace=lambda **_: past)
+    plan = SimpleNamespace(options=SimpleNamespace(max_restarts=3), past=past)
+    assert Job(None, plan, None).go_on(Move.RESTART, Outcome(FAILED, "a rank failed.")).code == FAILED
+
+
+def test_many_viewers_of_a_launcher_that_is_stopped():
+    """Each of them waits for its answer, and none is told that the job ends."""
+    with closing(Console("a\udcff job")) as console, ExitStack() as viewers:
+        for _ in range(300):
+            viewer = viewers.enter_context(socket.socket(socket.AF_UNIX))
+            viewer.setblocking(False)
+            viewer.connect(console.listener.getsockname().replace("/new", "/job"))
+
+
 def test_a_login_is_no_process_of_the_job(tmp_path):
     """The launcher's own logins, which ask hosts meanwhile, are not killed with what mpirun leaves."""
     starter = STARTERS[1]._replace(program=tmp_path / "mpirun")
@@ -97,12 +169,9 @@ def test_a_stop_ends_a_login_that_hangs(monkeypatch):
     monkeypatch.setattr(watchers, "PROBE_S", 6000)
     record = Record(["a", "b"])
     with closing(SignalQueue()) as signals:
-        hosts = SimpleNamespace(transport=None)
-        plan = SimpleNamespace(options=SimpleNamespace(timeout_s=None), starter=SimpleNamespace(may_wait=False))
-        plan.request = SimpleNamespace(hosts=hosts)
-        agents = SimpleNamespace(others=[], launcher=SimpleNamespace(signals=signals))
-        attempt = SimpleNamespace(agents=agents, plan=plan, record=record, server=None, output=None, timers=None)
-        watchers.LateStart(attempt).on_event(Event("mpirun", facts={"code": 1}))
+        late = late_start(record)
+        late.launcher = SimpleNamespace(signals=signals)
+        late.on_event(Event("mpirun", facts={"code": 1}))
         assert signals.receive() == [signal.SIGINT]  # the loop sees it
     assert record.phase is Phase.STARTING
 

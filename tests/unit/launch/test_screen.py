@@ -6,6 +6,7 @@ import re
 import struct
 import termios
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,18 @@ def test_bars_of_several_lines_leave_the_lines_of_others_alone(monkeypatch):
     assert terminal.after(source, lines) == shown
     assert terminal.after(Source(1, b"[1] "), b"an error\n") == f"{ERASED}[1] an error\n[0] three"
     assert terminal.after(source, lines) == f"{ERASED}[0] one\n[0] two\n[0] three"
+
+
+def test_a_terminal_that_has_hung_up_is_a_reader_that_has_gone(monkeypatch):
+    """As a closed pipe is: the job has not failed. A full disk is another thing."""
+    terminal = Terminal(monkeypatch, is_shared=False)
+    os.close(terminal._reader)
+    terminal.screen.show_lines(b"a sentence\n")
+    assert not terminal.screen.has_failed
+    with Path("/dev/full").open("wb") as full:
+        screen = Screen(full.fileno(), "stdout", is_shared=False)
+        screen.show_lines(b"a sentence\n")
+        assert screen.has_failed
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -115,6 +115,16 @@ def test_a_name_stands_for_one_job(monkeypatch, tmp_path):
         os.close(lock)
 
 
+def test_a_job_of_another_machine_may_still_run(monkeypatch, tmp_path):
+    """Where hosts share the folder and not its locks, its log stays."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for number in range(1, KEPT + 9):
+        job, lock = new_job("train")
+        job.report_path.write_text(json.dumps({"launched_on": "another"}))
+        os.close(lock)
+        assert len(detached_jobs()) == number
+
+
 def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls():
     record = Record(("a",))
     record.add(Event("started", 0, {"host": "a", "pid": 7}, 0.0))
