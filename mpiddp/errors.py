@@ -99,8 +99,8 @@ def missing_package(error: BaseException, user: str) -> str:
 
     `user` is what needs the package. The sentence has the command that installs it.
     """
-    package = (getattr(error, "name", None) or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package not in EXTRA_OF:
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package not in EXTRA_OF:
         return ""
     packages = [name.partition(".")[0] for name in _modules_of(error)]
     if [name for name in packages if name != "importlib"][-1:] != ["mpiddp"]:  # the importer

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,8 @@ from typing import Any
 from urllib.parse import quote
 
 from mpiddp.checkpoints import folders
-from mpiddp.checkpoints.folders import CHECKPOINTS, COMPLETE, PINS, RECORDS, REWIND, BrokenCheckpoint, step_of
-from mpiddp.checkpoints.retention import Wishes, surplus
+from mpiddp.checkpoints.folders import CHECKPOINTS, COMPLETE, PINS, RECORDS, REWIND, BrokenCheckpoint, RunDir, step_of
+from mpiddp.checkpoints.retention import Wishes, remove_unless_held, surplus
 from mpiddp.errors import UserError
 
 ASIDE = "ASIDE"  # COMPLETE is named so in a checkpoint that is set aside
@@ -31,14 +32,14 @@ ASIDE = "ASIDE"  # COMPLETE is named so in a checkpoint that is set aside
 
 def split_address(path: str | os.PathLike[str]) -> tuple[str, str]:
     """The address of the run, and the name of the checkpoint, or "", of an address that a user names."""
-    run, _, name = str(path).rstrip("/").partition("/checkpoints")
-    return run, name.strip("/")
+    run, found, name = (path := str(path).rstrip("/")).rpartition(f"/{CHECKPOINTS}")
+    return (run, name[1:]) if found and (not name or name.startswith("/step_")) else (path, "")
 
 
 def local_path(address: str | os.PathLike[str]) -> Path:
     """The folder of this user that has the local copy of a run at this address."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "mpiddp", quote(split_address(address)[0], safe=""))
+    return Path(cache, "mpiddp", quote(str(address).rstrip("/"), safe=""))
 
 
 class Bucket:
@@ -73,9 +74,18 @@ class Bucket:
     def fetch(self, run: Path, name: str) -> Path:
         """The local folder of a checkpoint, which is downloaded if it is not there. Raises OSError."""
         local = run / CHECKPOINTS / name
-        if not (self._has(local) and _is_whole(local)):
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with (local.parent / ".fetching").open("ab") as one_by_one:  # the ranks of a host, or of a shared home
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(one_by_one, fcntl.LOCK_EX)
+            if self._has(local) and folders.is_verified(local) and _is_whole(local):
+                return local
+            # Beside the run, as in an evaluator, each one would stay for ever.
+            for old in folders.list_steps(local.parent) if not RunDir(run).owner.exists() else ():
+                if self._has(old):
+                    remove_unless_held(old)
             new = folders.NewFolder(local)
-            new.path.mkdir(parents=True)
+            new.path.mkdir()
             try:
                 for file in self._list(CHECKPOINTS, name):
                     self._files.get_file(self._at(CHECKPOINTS, name, file), str(new.path / file))

@@ -220,10 +220,8 @@ class Checkpoints:
         if self._run is None:
             with self._opening("save()") as run, run.together(), named_by(""):
                 if folders := list_steps(self._records.dir.checkpoints):
-                    raise UserError(
-                        f"{self._records.dir} has {folders[-1].name} of an earlier run.",
-                        fix="call resume() before the first save(), or name another folder",
-                    )
+                    sentence = f"{self._records.dir} has {folders[-1].name} of an earlier run."
+                    raise UserError(sentence, fix="call resume() before the first save(), or name another folder")
         assert self._run is not None
         save(self._run, step, flat, of_rank)
 
@@ -318,10 +316,8 @@ def _script_coordinator(finish: Callable[[], None]) -> Coordinator:
     if not session.is_member:
         has_store = session.coordinator.connection or os.environ.get(AGENT_STORE) == "True"
         if dist.is_initialized() and not has_store:
-            raise UserError(
-                "mpiddp.Checkpoints comes after init_process_group, so the two would have no common store.",
-                fix="create it before, or start the script with mpiddp run or torchrun",
-            )
+            sentence = "mpiddp.Checkpoints comes after init_process_group, so the two would have no common store."
+            raise UserError(sentence, fix="create it before, or start the script with mpiddp run or torchrun")
         enter_until_exit(join(world))
     session.progress.before_leaving.append(finish)
     return session.coordinator

@@ -45,9 +45,8 @@ def load(path: str | os.PathLike[str], *, best: bool = False) -> Resumed:
     if is_local and (state := _read_safetensors(Path(path))) is not None:
         return Resumed(About(0, {}), state)
     if is_local and Path(path).is_file():
-        raise UserError(
-            f"{path} is neither a checkpoint nor a .safetensors file, and a file of torch.save may run code."
-        )
+        sentence = f"{path} is neither a checkpoint nor a .safetensors file, and a file of torch.save may run code."
+        raise UserError(sentence)
     for _ in range(_MAX_RELISTS):
         with named_by(""):
             place = Place.at(path)

@@ -50,6 +50,7 @@ class RunRecords:
     def start(self, step: int, *, is_writer: bool) -> None:
         """Take records from now on, and drop those after `step`, -1 for none, which the run repeats."""
         self._is_writer, self.has_started, self.first, path = is_writer, True, step + 1, self.dir.metrics
+        self.scores = {at: score for at, score in self.scores.items() if at <= step}
         if not is_writer:
             return
         try:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folders import REWIND, BrokenCheckpoint, Entry, Hold, name_of_step
+from mpiddp.checkpoints.folders import REWIND, WISHES, BrokenCheckpoint, Entry, Hold, name_of_step
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.retention import pinned_in, read_file
+from mpiddp.checkpoints.retention import Wishes, pinned_in, read_file
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, send_files
 from mpiddp.checkpoints.tensor_files import reason_of
@@ -82,21 +82,27 @@ def resume(run: Run) -> Resumed | None:
 
 def list_copies(run: Run) -> tuple[int, list[Copy]]:
     """The step of `mpiddp checkpoints rewind`, or -1; and the checkpoints of all copies up to this step."""
-    root, here, step, pins = run.dir.checkpoints, list[Copy](), -1, set[int]()
+    root, here, step, pins, aside = run.dir.checkpoints, list[Copy](), -1, set[int](), set[str]()
     with run.together(), named_by(""):
         if run.local_rank == 0:
             here = [copy_at(run, folder) for folder in folders.list_steps(root)]
+            # A host that was away during a rewind has them still. The same bits may have been saved again.
+            gone = {copy_at(run, folder).save_id for folder in folders.list_steps(root, set_aside=True)}
+            aside = gone - {copy.save_id for copy in here} - {""}
             step = int(read_file(run.dir.path, REWIND) or -1)
             pins = pinned_in(run.dir.path)
+            run.records.scores |= Wishes.parse(read_file(run.dir.path, WISHES), ()).scores
         if bucket := run.bucket:
             paths = [root / name for name in bucket.names() if bucket.is_whole(name)]
             here += [Copy(0, str(p), folders.step_of(p), in_bucket=True) for p in paths]
             step, pins = max(step, int(bucket.read(REWIND) or -1)), pins | bucket.pins()
-    answers: list[Any] = run.gather([step, sorted(pins), here])
-    steps, pinned, rows = zip(*answers, strict=True)
+    answers: list[Any] = run.gather([step, sorted(pins), here, sorted(aside)])
+    steps, pinned, rows, asides = zip(*answers, strict=True)
     step = max(steps)
     run.pins.update(*pinned)
-    copies = itertools.starmap(Copy, itertools.chain(*rows))
+    copies = [*itertools.starmap(Copy, itertools.chain(*rows))]
+    run.kept.update(copy.step for copy in copies)
+    copies = [copy for copy in copies if copy.save_id not in {*itertools.chain(*asides)}]
     return step, [copy for copy in copies if step < 0 or copy.step <= step]
 
 
@@ -212,7 +218,7 @@ def fetch(run: Run, copies: Sequence[Copy]) -> dict[str, Path]:
             new.path.mkdir(parents=True, exist_ok=True)
             if not is_whole:
                 (new.path / folders.COMPLETE).touch()  # for the locks of its readers
-    with run.together():
+    with run.coordinator.all_or_none(timeout_s=None, exits=False):  # as long as it takes
         try:
             send_files(transfers, run.rank, run.group or dist.group.WORLD, new.path)
             if receives and is_whole:
@@ -233,7 +239,5 @@ def require_same_run(run: Run, chosen: Copy, resumed: Resumed) -> None:
     names = sorted(saved.keys() | config.keys())
     pairs = [(name, saved.get(name), config.get(name)) for name in names]
     if different := [f"{name} {old!r}, now {new!r}" for name, old, new in pairs if old != new]:
-        raise UserError(
-            f"{path} was made with another config: {'; '.join(different)}.",
-            fix="use the same config, or name another folder",
-        )
+        sentence = f"{path} was made with another config: {'; '.join(different)}."
+        raise UserError(sentence, fix="use the same config, or name another folder")

@@ -99,10 +99,10 @@ def prune(root: Path, wishes: Wishes, *, is_good: Callable[[Path], bool]) -> lis
     aside = folders.list_steps(root, set_aside=True)
     rest = surplus(folders.list_steps(root), aside, wishes, is_good)
     rest += root.glob(folders.hidden(root, "received-*").name)  # shards of other hosts, for a resume
-    return [folder for folder in rest if _remove_unless_held(folder)]
+    return [folder for folder in rest if remove_unless_held(folder)]
 
 
-def _remove_unless_held(folder: Path) -> bool:
+def remove_unless_held(folder: Path) -> bool:
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):  # a broken checkpoint may lack COMPLETE
             file = opened.enter_context((folder / COMPLETE).open("r+b"))

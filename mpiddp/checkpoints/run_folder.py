@@ -63,9 +63,8 @@ class RunLock:
                 self._file.close()
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
-                raise (JobFailed if is_restart(os.environ) else UserError)(
-                    f"{run}: {holder} writes there. Wait for its end, or name another folder."
-                ) from None
+                sentence = f"{run}: {holder} writes there. Wait for its end, or name another folder."
+                raise (JobFailed if is_restart(os.environ) else UserError)(sentence) from None
             log.warning(
                 f"warning: {run}: its file system has no locks ({error.strerror}). "
                 "Nothing keeps a second run out of this folder."
@@ -136,6 +135,7 @@ class Run:
         """Create the folder on every host, and become its owner. All ranks must make this `call`."""
         self.dir = run_dir = records.dir
         self.records, self.coordinator, self.options, self.storage = records, coordinator, options, storage
+        self.timeout_s = None if storage else options.timeout_s
         self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
         assert coordinator.world.local_rank is not None, "the ranks have joined"
         self.local_rank = coordinator.world.local_rank
@@ -145,7 +145,7 @@ class Run:
         self.pending: tuple[int, Future[tuple[bool, str]]] | None = None
         self.ring: dist.ProcessGroup | None = None
         self.to_writers: dist.ProcessGroup | None = None
-        self.pins = set[int]()
+        self.pins, self.kept = set[int](), set[int]()
         self.prefix = coordinator.unique_prefix("saves")  # begins the keys of its exchanges
         self._verified: dict[Path, bool] = {}  # by checkpoint, whether its hashes are right
         self._lock: RunLock | None = None  # on the ranks that write
@@ -219,7 +219,7 @@ class Run:
 
     def scores(self) -> dict[int, float]:
         """The scores of the checkpoints in the folder."""
-        steps = map(folders.step_of, folders.list_steps(self.dir.checkpoints))
+        steps = {*map(folders.step_of, folders.list_steps(self.dir.checkpoints)), *self.kept}
         return {step: self.records.scores[step] for step in steps if step in self.records.scores}
 
     def wishes(self) -> Wishes:
@@ -229,11 +229,11 @@ class Run:
 
     def gather(self, value: Value) -> list[Value]:
         """The values of all ranks: [world_size]. A collective: every rank must call it."""
-        return self.coordinator.all_gather_json(value, timeout_s=self.options.timeout_s)
+        return self.coordinator.all_gather_json(value, timeout_s=self.timeout_s)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Run the body on every rank. It succeeds on all, or raises the same error on all."""
-        return self.coordinator.all_or_none(timeout_s=self.options.timeout_s, exits=False)
+        return self.coordinator.all_or_none(timeout_s=self.timeout_s, exits=False)
 
     @contextlib.contextmanager
     def writing_together(self) -> Iterator[None]:
@@ -296,10 +296,8 @@ class Run:
             with self.writing_together():
                 seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
                 if not seen:
-                    raise UserError(
-                        f"{root} is not the folder of the other ranks of this host.",
-                        fix="create mpiddp.Checkpoints in one working folder",
-                    )
+                    sentence = f"{root} is not the folder of the other ranks of this host."
+                    raise UserError(sentence, fix="create mpiddp.Checkpoints in one working folder")
             return self.gather(seen[0])
         finally:
             with contextlib.suppress(OSError):

@@ -115,10 +115,11 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     if run.resumed and step is not None:
         unloaded = {entry: sorted(names) for entry, names in run.resumed._unloaded.items()}
         word = word._replace(unloaded=unloaded)
-    if run.is_writer:
-        word = word._replace(pins=sorted(pinned_in(run.dir.path)))
-    if run.rank == 0:
-        word = word._replace(scores=run.scores())
+    with contextlib.suppress(OSError):  # the file server may be away
+        if run.is_writer:
+            word = word._replace(pins=sorted(pinned_in(run.dir.path)))
+        if run.rank == 0:
+            word = word._replace(scores=run.scores())
     rows: list[Any] = run.gather([*word])
     words = [Word(*row) for row in rows]
     calls = ["close()" if word.step is None else f"save({word.step}, …)" for word in words]
@@ -261,7 +262,7 @@ class Save:
         try:
             reports = self.run.coordinator.all_gather_json(
                 [result, problem is not None],
-                timeout_s=self.run.options.timeout_s,
+                timeout_s=self.run.timeout_s,
                 key=f"{self.run.prefix}/{self.number}/{part}",
             )
         except NoAnswer as missing:
@@ -340,7 +341,7 @@ class Save:
             return str(error)
         root, reason = self.run.dir.checkpoints, reason_of(error) or type(error).__name__
         if is_saved:
-            return _not_in_bucket(self.run, reason)
+            return f"{self.new.final.name} is on this disk, and not elsewhere: {reason}."
         sentence = f"{root}: step {self.about.step} cannot be saved: {reason}."
         with contextlib.suppress(OSError):  # the file server may be gone
             kept = folders.list_steps(root)
@@ -351,10 +352,11 @@ class Save:
 
 def update_bucket(run: Run, whole: Path | None = None) -> str:
     """Bring the bucket up to date, on rank 0. Returns why it is not, or "". `whole`: see `Bucket.update`."""
-    steps = folders.list_steps(run.dir.checkpoints)
-    if (bucket := run.bucket) is None or not steps:
+    if (bucket := run.bucket) is None:
         return ""
     try:
+        if not (steps := folders.list_steps(run.dir.checkpoints)):
+            return ""
         bucket.update(run.dir.path, run.wishes(), whole=whole)
         if bucket.is_whole(steps[-1].name):
             return ""

@@ -129,10 +129,8 @@ def _drill(values: argparse.Namespace, launch: list[str]) -> Drill:
     job = read_job(values.module, values.script)
     options = parse_options([*launch, *job], "mpiddp drill")
     if job[0] == "--":
-        raise UserError(
-            'mpiddp drill: it observes a Python script or a module in each rank, and not a command after "--".',
-            fix="mpiddp drill -n 2 train.py --out {out}",
-        )
+        sentence = 'mpiddp drill: it observes a Python script or a module in each rank, and not a command after "--".'
+        raise UserError(sentence, fix="mpiddp drill -n 2 train.py --out {out}")
     if options.dry_run:
         raise UserError("mpiddp drill: --dry-run runs nothing.", fix="leave it out")
     placed = make_plan(options, os.environ).request.hosts

@@ -35,10 +35,8 @@ def observe() -> None:
     """Record this rank from now on."""
     folder = Path(os.environ[DRILL])
     if not (folder / PLAN).is_file():
-        raise UserError(
-            f"mpiddp drill: {socket.gethostname()} does not see {folder}.",
-            fix="--work DIR, a new folder that all hosts share",
-        )
+        sentence = f"mpiddp drill: {socket.gethostname()} does not see {folder}."
+        raise UserError(sentence, fix="--work DIR, a new folder that all hosts share")
     plan = FaultPlan(**json.loads((folder / PLAN).read_text(encoding="utf-8")))
     if plan.folder:
         os.chdir(plan.folder)

@@ -157,10 +157,8 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
         return None
     lines = _needed(env, name, count)
     if _needed(env, rank := "SKYPILOT_NODE_RANK", name) != "0":
-        raise UserError(
-            f"{rank}={shown(env[rank])}: node 0 of this SkyPilot task starts the ranks of all nodes.",
-            fix=f'if [ "${rank}" = 0 ]; then mpiddp launch …; fi',
-        )
+        sentence = f"{rank}={shown(env[rank])}: node 0 of this SkyPilot task starts the ranks of all nodes."
+        raise UserError(sentence, fix=f'if [ "${rank}" = 0 ]; then mpiddp launch …; fi')
     return replace(parse_hostfile(os.fsencode(lines), name), source="the SkyPilot task")
 
 

@@ -226,18 +226,15 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
         key, equals, value = token.partition("=")
         key = key.replace("max-slots", "max_slots")
         if not equals or key not in _VALUES.keys() - {"host"}:
-            raise UserError(
-                f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=.', fix=EXAMPLE
-            )
+            sentence = f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=.'
+            raise UserError(sentence, fix=EXAMPLE)
         if key in values:
             raise UserError(f'{where}: "{shown(token)}" sets {key} twice.', fix="remove one")
         values[key] = _value(where, key, value, token)
     host = Host(name, **{"slots": len(values.get("gpus", ())) or None, **values})
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
-        raise UserError(
-            f"{where}: max_slots={host.max_slots} is less than slots={host.slots}.",
-            fix=f"{name} slots={host.max_slots}",
-        )
+        sentence = f"{where}: max_slots={host.max_slots} is less than slots={host.slots}."
+        raise UserError(sentence, fix=f"{name} slots={host.max_slots}")
     if host.port is not None and not 1 <= host.port <= 65535:
         raise UserError(f"{where}: port={host.port} is not a port. Expected 1 to 65535.")
     return [host, *(replace(host, name=name) for name in more)]

@@ -141,7 +141,9 @@ def _environment() -> list[str]:
     """The folder of the environment of this Python, and of its interpreter if that is in the user's home."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     is_own = prefix != base or (prefix / "conda-meta").is_dir()
-    folders = [*([prefix] if is_own else []), *([base] if base.is_relative_to(Path.home()) else [])]
+    shared = (Path.home() / ".local", Path("/usr"), Path("/usr/local"))  # they have other programs, too
+    is_brought = base.is_relative_to(Path.home()) and base not in shared
+    folders = [*([prefix] if is_own else []), *([base] if is_brought else [])]
     return [str(path) for path in dict.fromkeys(folders)]
 
 
@@ -271,7 +273,7 @@ def _send(
         # Each host has its own __pycache__, but it goes with a folder that is removed (p).
         "--filter=-p __pycache__",
         *([] if folder in environment else filters),
-        *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
+        *("--backup", f"--backup-dir={folder}/{_REPLACED}/{time.strftime('%Y%m%d-%H%M%S')}"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
         stdin=os.fsencode(rules),
     )

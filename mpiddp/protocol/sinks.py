@@ -133,10 +133,8 @@ def require(env: Mapping[str, str]) -> None:
         spec = find_spec(name)
         # W&B makes a folder "wandb" in the working folder, which python could import as a package.
         if spec is None or spec.origin is None:
-            raise UserError(
-                f"--log-to {name} needs {name}, which {sys.executable} does not have.",
-                fix=f"{sys.executable} -m pip install {name}",
-            )
+            sentence = f"--log-to {name} needs {name}, which {sys.executable} does not have."
+            raise UserError(sentence, fix=f"{sys.executable} -m pip install {name}")
 
 
 def open_sinks(run: SinkRun) -> Sequence[Sink]:

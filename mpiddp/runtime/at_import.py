@@ -23,7 +23,7 @@ _MANY = 200_000  # objects of a script: to go through them takes longer than it 
 class AtImport:
     """Surrounds the first import of one of these modules. Other finders find it.
 
-    `around()` is entered before the module is made, and left when its code has run. If that fails, the next
+    `around()` is entered before the code of the module runs, and left when it has run. If that fails, the next
     import is the first one. A forked child is no script, so nothing happens there.
     """
 
@@ -35,9 +35,10 @@ class AtImport:
     ) -> ModuleSpec | None:
         if name not in self.names or os.getpid() != self._process:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        finds = (getattr(finder, "find_spec", None) for finder in others)  # an old one has None
+        names, self.names = self.names, ()  # another finder may ask all others, and so this one
+        finds = [getattr(finder, "find_spec", None) for finder in sys.meta_path]  # an old one has None
         spec = next(filter(None, (find(name, path, target) for find in finds if find)), None)
+        self.names = names
         if spec is not None and spec.loader is not None:
             self._surround(spec.loader)
         return spec
@@ -48,12 +49,15 @@ class AtImport:
         stack = ExitStack()
 
         def create_module(spec: ModuleSpec) -> ModuleType | None:
-            stack.enter_context(self._around())
+            if not spec.cached:  # it may run the code of an extension
+                stack.enter_context(self._around())
             return create(spec)  # type: ignore[no-any-return]
 
         def exec_module(module: ModuleType) -> None:
             del loader.create_module, loader.exec_module  # type: ignore[attr-defined]
             with stack:
+                if module.__spec__ and module.__spec__.cached:  # if it is loaded lazily, this comes much later
+                    stack.enter_context(self._around())
                 for _ in _steps(run, module):
                     pass
             self.names = ()

@@ -86,10 +86,8 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
 
     env, ranks = os.environ, session.coordinator
     if getattr(current_process(), "_inheriting", False):
-        raise UserError(
-            "a process of multiprocessing, such as a DataLoader's worker, runs the script again.",
-            fix='put its main part below: if __name__ == "__main__":',
-        )
+        sentence = "a process of multiprocessing, such as a DataLoader's worker, runs the script again."
+        raise UserError(sentence, fix='put its main part below: if __name__ == "__main__":')
     if ranks.connection is None and world.world_size > 1:
         raise UserError(
             f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only the "

@@ -262,11 +262,11 @@ def optimizer_steps(session: Session) -> None:
         if torch.compiler.is_compiling():
             return
         with aid("count of steps"):
-            if not newest:
-                script_session()  # connects
             # Two optimizers of one step, as of a GAN, count it once.
             counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
             newest = max(newest, steps)
+            if steps == 1:  # if it fails, it is not tried again
+                script_session()  # connects
             session.progress.count(steps, BY_OPTIMIZER)
 
     register_optimizer_step_post_hook(count_step)

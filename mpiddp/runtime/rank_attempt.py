@@ -105,7 +105,8 @@ class RankAttempt:
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
-        self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
+        folder = os.environ.get("TMPDIR") or "/tmp"
+        self._error_file = Path(folder if os.access(folder, os.W_OK | os.X_OK) else "/tmp", name)
         self.state = State.MEETING
         self._next: State | None = None  # HELD, or OVER because of the others; None: the program decides
         self._is_asked = False  # the launcher has requested a stop

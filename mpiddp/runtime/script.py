@@ -154,7 +154,8 @@ def _ahead(modules: Sequence[str], variables: Mapping[str, str], before: _Before
     environ, path = before
     now = {**dict.fromkeys(variables), **environ}
     return {
-        "modules": modules,
+        # A package may have set a variable itself, or come before one that the script has set.
+        "modules": modules if environ == variables else modules[-1:],
         "variables": {name: now[name] for name in now if now[name] != variables.get(name)},
         "path": [folder for folder in path if isinstance(folder, str)],
     }
@@ -162,8 +163,10 @@ def _ahead(modules: Sequence[str], variables: Mapping[str, str], before: _Before
 
 def _installed(before: Set[str]) -> list[str]:
     """The installed packages that the script has imported."""
-    new = [name for name in [*sys.modules] if name not in before and "." not in name]
-    return [name for name in new if _INSTALLED in str(getattr(sys.modules[name], "__file__", None))]
+    new = {name: module for name, module in [*sys.modules.items()] if name not in before and "." not in name}
+    # Any other look at a module that is loaded lazily would load it.
+    facts = {n: ModuleType.__getattribute__(m, "__dict__") for n, m in new.items() if isinstance(m, ModuleType)}
+    return [name for name in facts if _INSTALLED in str(facts[name].get("__file__"))]
 
 
 def _import_ahead(facts: Mapping[str, Any]) -> None:
@@ -175,7 +178,7 @@ def _import_ahead(facts: Mapping[str, Any]) -> None:
         with suppress(Exception):  # the script of the next attempt meets the same error itself
             __import__(name)
     _set(variables)
-    sys.path[:] = path
+    sys.path[:] = [*path, *(folder for folder in sys.path if folder not in facts["path"])]
     if "tempfile" in sys.modules:  # it keeps the folder that TMPDIR named
         vars(sys.modules["tempfile"])["tempdir"] = None
 

@@ -140,18 +140,14 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
     """
     # A child that is started by "spawn" first runs the caller's script again. It has no parent yet then.
     if parent_process() is not None or getattr(current_process(), "_inheriting", False):
-        raise UserError(
-            "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker.",
-            fix='call it in the main process; in a script, below: if __name__ == "__main__":',
-        )
+        sentence = "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker."
+        raise UserError(sentence, fix='call it in the main process; in a script, below: if __name__ == "__main__":')
     how = "mpiddp.spawn starts all ranks itself, but this process is already a part of a job"
     if is_joined(env) or JOB in env:
         raise UserError(f"{how} of mpiddp.", fix="call it once, outside of the job")
     if not in_slurm_terminal(env) and (world := World.from_env(env)).world_size > 1:
-        raise UserError(
-            f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}).",
-            fix="start the script once, with python",
-        )
+        sentence = f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name})."
+        raise UserError(sentence, fix="start the script once, with python")
 
 
 def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
@@ -243,10 +239,8 @@ def unpickled(body: bytes, name: str, rank: int) -> Any:
     try:
         return _Unpickler(io.BytesIO(body)).load()
     except Exception as error:
-        raise UserError(
-            f"the result of {name} from rank {rank} cannot be unpickled here: {named(error)}.",
-            fix="return plain values, or tensors on the CPU",
-        ) from error
+        sentence = f"the result of {name} from rank {rank} cannot be unpickled here: {named(error)}."
+        raise UserError(sentence, fix="return plain values, or tensors on the CPU") from error
 
 
 class _Unpickler(pickle.Unpickler):

@@ -244,9 +244,8 @@ def default_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpiddp"
     except RuntimeError:  # a container's user without an entry in /etc/passwd
-        raise mpiddp.UserError(
-            "no folder for data: HOME is not set.", fix="--data-dir DIR, or MPIDDP_DATA=DIR"
-        ) from None
+        sentence = "no folder for data: HOME is not set."
+        raise mpiddp.UserError(sentence, fix="--data-dir DIR, or MPIDDP_DATA=DIR") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,9 +282,8 @@ class Cifar:
         """The images for training and those for testing, in their official order."""
         batches = self.find(folder)
         if batches is None:
-            raise mpiddp.UserError(
-                f"no {self.title} ({self.folder}) in {folder}.", fix="copy its files there, or leave --data-dir out"
-            )
+            sentence = f"no {self.title} ({self.folder}) in {folder}."
+            raise mpiddp.UserError(sentence, fix="copy its files there, or leave --data-dir out")
         contents = [self._verified(batches / name) for name in self.files]
         width = self.label_bytes + 3 * 32 * 32
         records = np.frombuffer(b"".join(contents), np.uint8).reshape(-1, width)
@@ -345,10 +343,8 @@ class Cifar:
             except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
                 reasons.append(f"{name}: {error}")
                 report(f"{self.title}: {reasons[-1]}")
-        raise mpiddp.JobFailed(
-            f"{self.title} cannot be downloaded ({'; '.join(reasons)}).",
-            fix=f"copy {local.name} into {folder} yourself",
-        )
+        sentence = f"{self.title} cannot be downloaded ({'; '.join(reasons)})."
+        raise mpiddp.JobFailed(sentence, fix=f"copy {local.name} into {folder} yourself")
 
     def _from_archive(self, url: str, scratch: Path) -> Path:
         archive = scratch / "archive.tar.gz"
@@ -430,9 +426,8 @@ class Folder:
         train = ImageFolder(folder / "train", device, opening, augments=True)
         test = ImageFolder(folder / "val", device, opening, augments=False)
         if one_sided := {*train.classes} ^ {*test.classes}:
-            raise mpiddp.UserError(
-                f"{folder}: train/ and val/ contain different classes. {min(one_sided)} is in one of them."
-            )
+            sentence = f"{folder}: train/ and val/ contain different classes. {min(one_sided)} is in one of them."
+            raise mpiddp.UserError(sentence)
         names = ("/".join(path.split("/")[-2:]) for path, _ in (*train.samples, *test.samples))
         content = "\n".join(names).encode(errors="surrogateescape")
         digest = hashlib.sha256(content).hexdigest()[:16]
@@ -445,9 +440,8 @@ class ImageFolder:
 
     def __init__(self, folder: Path, device: torch.device, opening: Opening, *, augments: bool) -> None:
         if not folder.is_dir():
-            raise mpiddp.UserError(
-                f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
-            )
+            sentence = f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
+            raise mpiddp.UserError(sentence)
         # Numbered as in torchvision. macOS leaves a hidden file beside each one in an archive.
         entries = sorted(entry for entry in folder.glob("[!.]*") if entry.is_dir())
         self.classes = tuple(entry.name for entry in entries)

@@ -217,9 +217,8 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
         recipe = next((row for row in rows if row.arch == arch), replace(recipe, **_OTHER_MODEL))
     is_whitened = arch == "whitened_resnet8"
     if is_whitened and (is_folder or "stem" in chosen):
-        raise mpiddp.UserError(
-            f"{arch} is for CIFAR, and has a stem of its own.", fix="another --arch, for example resnet18"
-        )
+        sentence = f"{arch} is for CIFAR, and has a stem of its own."
+        raise mpiddp.UserError(sentence, fix="another --arch, for example resnet18")
     # A model that the user names is torchvision's, or of its paper. On GPUs, only the CIFAR stem leaves
     # enough of CIFAR's images: torchvision's halves them twice before the first block.
     stem = recipe.stem
@@ -492,6 +491,12 @@ class Trainer(Training):
                 self.load(saved)
             elif weights:
                 self.load_weights(weights)
+        steps = gathered(saved and saved.step)
+        with mpiddp.together():
+            if len({*steps}) > 1:
+                found = f"step {min(steps)} on one host, and {max(steps)} on another"
+                fix = f"--resume {resume}/checkpoints/step_N, which all hosts have"
+                raise mpiddp.UserError(f"the newest checkpoint of {resume} is {found}.", fix=fix)
         if checkpoints.is_writer:
             save_json(self.out / CONFIG, vars(self.config))
         return self.begin(saved.step if saved else 0)
@@ -693,10 +698,8 @@ def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> N
         )
     rows = [(name, saved.about.config.get(name), now) for name, now in fixed_of(config).items()]
     if different := [f"{name} {old!r}, now {now!r}" for name, old, now in rows if old != now]:
-        raise mpiddp.UserError(
-            f"{resume} was made with another config: {'; '.join(different)}.",
-            fix=f"use the same config, or begin with its weights: --weights {resume}",
-        )
+        sentence = f"{resume} was made with another config: {'; '.join(different)}."
+        raise mpiddp.UserError(sentence, fix=f"use the same config, or begin with its weights: --weights {resume}")
 
 
 def data_of_run(out: Path, config: Config, data: Data) -> str:

@@ -1,15 +1,19 @@
 """Checkpoints: what a run saves and resumes, whatever ends it."""
 
+import errno
 import json
+import os
 import random
 import re
 import shutil
 import signal
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -981,3 +985,153 @@ def newest(run: Path) -> int:
     """The newest step in a run's folder, while it is written."""
     names = (path.name for path in (run / "checkpoints").glob("step_????????"))
     return max((int(name.removeprefix("step_")) for name in names), default=0)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """The address of an object storage, which is a folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(fsspec.config.conf, "local", {"auto_mkdir": True})
+    yield f"local://{tmp_path}/store"
+    runs().clear()
+
+
+def went_on(folder: object, *scores: float, **options: Any) -> int:
+    """Save a step for each score, after the step from which the run resumes. Returns this step."""
+    runs().clear()
+    with mpiddp.Checkpoints(str(folder), every=None, **options) as checkpoints:
+        saved = checkpoints.resume()
+        before = saved.step if saved else 0
+        del saved  # its tensor would keep the checkpoint
+        for step, score in enumerate(scores, before + 1):
+            checkpoints.save(step, {"step": torch.tensor(step)})
+            mpiddp.log_metrics(step, val=score)
+    return before
+
+
+def test_addresses_with_a_folder_called_checkpoints(store):
+    """Runs below it are two runs, and each has a copy of its own on this disk."""
+    for name in ("a", "b"):
+        address = f"{store}/checkpoints/{name}"
+        assert went_on(address, 0.1) == 0
+        assert mpiddp.load(address).step == mpiddp.load(f"{address}/checkpoints/step_00000001").step == 1
+
+
+def test_the_best_checkpoint_of_another_host(store, tmp_path):
+    """It is kept in the bucket by a host that has only the newest, and on a disk without the records of its score."""
+    options: dict[str, Any] = {"keep": 1, "best": ("val", "min")}
+    assert went_on(store, 0.1, 0.5, 0.6, **options) == 0
+    shutil.rmtree(tmp_path / "cache")
+    assert went_on(store, 0.8, 0.9, **options) == 3
+    assert mpiddp.load(store, best=True).step == 1
+    went_on(tmp_path / "run", 0.1, 0.5, 0.6, **options)
+    (tmp_path / "run/metrics.jsonl").write_text("")  # the script logs on rank 0 alone, which was on another host
+    went_on(tmp_path / "run", 0.8, 0.9, **options)
+    assert steps_kept(tmp_path / "run") == [1, 5]
+
+
+def test_a_damaged_copy_of_what_a_bucket_has(store):
+    """The disk may have changed a bit. The run resumes from the bucket's copy, and loses no step."""
+    went_on(store, 0.1, 0.2)
+    (newest,) = (local_path(store) / "checkpoints/step_00000002").glob("*.safetensors")
+    content = newest.read_bytes()
+    newest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert went_on(store, 0.3) == 2
+
+
+def test_an_evaluator_beside_a_run_in_a_bucket(store, tmp_path, monkeypatch):
+    """Its disk has only what the bucket still has, or what is newer."""
+    for _ in range(5):
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "evaluator"))
+            if (tmp_path / "store").exists():
+                mpiddp.load(store)
+                kept = steps_kept(local_path(store))
+        went_on(store, 0.1)
+    assert len(kept) == 1
+
+
+LOADS_SLOWLY = """
+import fsspec, os, pathlib, sys, time, mpiddp
+import mpiddp.checkpoints.bucket
+rename = pathlib.Path.rename
+def slowly(self, target):
+    time.sleep(0.01)
+    renamed = rename(self, target)
+    time.sleep(0.01)
+    return renamed
+pathlib.Path.rename = slowly
+for _ in range(7):
+    if not os.fork():
+        break
+print(mpiddp.load(sys.argv[1]).step, flush=True)
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
+"""
+
+
+def test_ranks_that_load_from_a_bucket_at_once(here, store):
+    """All ranks of a host load the same step, and only one of them downloads it."""
+    went_on(store, 0.1, 0.2)
+    shutil.rmtree(local_path(store))
+    env = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    assert here.run("python", here.script(LOADS_SLOWLY), store, env=env).assert_ok().lines == ["2"] * 8
+
+
+UPLOADS_SLOWLY = """
+import sys, time, fsspec, torch, mpiddp
+from mpiddp.checkpoints import bucket
+put = bucket.Bucket._put
+def slowly(self, path, *folder):
+    if path.suffix == ".safetensors":
+        time.sleep(3)
+    put(self, path, *folder)
+bucket.Bucket._put = slowly
+fsspec.config.conf["local"] = {"auto_mkdir": True}
+with mpiddp.process_group(), mpiddp.Checkpoints(sys.argv[1], every=None, timeout_s=1.0) as checkpoints:
+    checkpoints.resume()
+    for step in (1, 2):
+        checkpoints.save(step, {"step": torch.tensor(step)})
+"""
+
+
+def test_a_slow_upload(here, store):
+    """A rank that uploads is not silent, however long it takes."""
+    env = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    here.fork(here.script(UPLOADS_SLOWLY), store, ranks=2, env=env).assert_ok()
+    assert mpiddp.load(store).step == 2
+
+
+def test_a_file_server_that_is_away_for_a_moment(tmp_path, monkeypatch, capsys):
+    """The save fails with a line, and the training goes on."""
+    away, is_dir = [False], Path.is_dir
+
+    def asked(self: Path) -> bool:
+        if away[0] and str(tmp_path) in str(self):
+            raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN), str(self))
+        return is_dir(self)
+
+    monkeypatch.setattr(Path, "is_dir", asked)
+    runs().clear()
+    with mpiddp.Checkpoints(tmp_path / "run", every=None, keep=9) as checkpoints:
+        checkpoints.resume()
+        for step in range(1, 6):
+            checkpoints._wait_for_own_save()
+            away[0] = step == 3
+            checkpoints.save(step, {"step": torch.tensor(step)})
+    assert {1, 2, 5} <= {*steps_kept(tmp_path / "run")}
+    runs().clear()
+
+
+def test_a_host_that_was_away_during_a_rewind(apart):
+    """What a person has set aside stays aside, though that host still has it."""
+    train = ("train", *OPTIONS, "--steps-per-epoch=9", "--amp=off", *SAVE_ALL, f"--out={PRIVATE}", "--batch-size=4")
+    apart.fork("node0:1,node1:1", *train, "--stop-at-step=4").assert_code(75)
+    apart["node0"].run([sys.executable, "-m", "mpiddp", "checkpoints", "rewind", PRIVATE, "2"], check=True, cwd=ROOT)
+    done = apart.fork("node0:1,node2:1", *train, "--stop-at-step=3").assert_code(75)
+    assert resumed_step(done) == 2
+    done = apart.fork("node0:1,node1:1", *train, "--stop-at-step=5")
+    assert resumed_step(done) == 3

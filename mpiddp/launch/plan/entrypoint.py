@@ -43,10 +43,8 @@ def refuse_misplaced(
         program = ["-m", name] if kind == "module" else [name]
         right = shlex.join([*verb.split(), *before, *moved, *program, *kept])
         python = shlex.join(["python", *program, *arguments])
-        raise UserError(
-            f"{name} does not mention {all_of(flags)}, and an option after {name} goes to {name}.",
-            fix=f"{right}\n{FIX}if {name} takes it all the same: mpiddp launch … -- {python}",
-        )
+        sentence = f"{name} does not mention {all_of(flags)}, and an option after {name} goes to {name}."
+        raise UserError(sentence, fix=f"{right}\n{FIX}if {name} takes it all the same: mpiddp launch … -- {python}")
 
 
 def split(arguments: Sequence[str], options: Mapping[str, argparse.Action]) -> tuple[list[str], list[str]]:
@@ -82,10 +80,8 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     job = script if module is None else ["-m", *module, *script]
     program = "".join(job[:1])
     if not job[program in ("-m", "--") :]:
-        raise UserError(
-            "nothing to launch: expected a script, a module or a command.",
-            fix="mpiddp launch -n 2 train.py, or mpiddp launch -n 2 -m mpiddp train",
-        )
+        sentence = "nothing to launch: expected a script, a module or a command."
+        raise UserError(sentence, fix="mpiddp launch -n 2 train.py, or mpiddp launch -n 2 -m mpiddp train")
     if ":" in job:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
     files = (program, os.path.join(program, "__main__.py"))  # noqa: PTH118

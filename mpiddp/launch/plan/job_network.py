@@ -53,10 +53,8 @@ def find_network(
     if others:
         address = interface.address if interface else next((ends[0] for ends in routes if ends), "")
     if not address and not dry_run:
-        raise UserError(
-            f"no address of this machine is known that {[*others.values()][-1]} can reach.",
-            fix="--interface NAME, which is this machine's interface to it",
-        )
+        sentence = f"no address of this machine is known that {[*others.values()][-1]} can reach."
+        raise UserError(sentence, fix="--interface NAME, which is this machine's interface to it")
     addresses = {name: interface.address for key, name in names.items() if interface and key not in others}
     for key, name in others.items():
         for there in by_key[key].interfaces if interface and key in by_key else ():

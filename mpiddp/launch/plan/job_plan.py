@@ -89,9 +89,8 @@ def make_plan(
     # Without a preflight, --min-hosts still counts at a restart.
     need = {"--wait-for-hosts": options.wait_s, "--spares": options.spares, "--grow": options.grow_s}
     if (given := [name for name, value in need.items() if value]) and not options.check:
-        raise UserError(
-            f"{given[0]} needs the preflight, which finds the hosts that answer.", fix="leave out --no-check"
-        )
+        sentence = f"{given[0]} needs the preflight, which finds the hosts that answer."
+        raise UserError(sentence, fix="leave out --no-check")
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)

@@ -132,7 +132,7 @@ class Coordinator:
             poll.register(self.connection, select.POLLOUT)
         return bool(poll.poll(0))
 
-    def all_gather_json(self, value: Value, *, timeout_s: float, key: str = "") -> list[Value]:
+    def all_gather_json(self, value: Value, *, timeout_s: float | None, key: str = "") -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
         One that goes on beside others, in a thread, has a `key`, and the failure of any rank ends it. Raises
@@ -146,7 +146,7 @@ class Coordinator:
         answer = self.ask("gather", text.encode(), unless_failed=bool(key), **options)
         return self._values(*answer, timeout_s)
 
-    def _values(self, facts: Mapping[str, Any], values: bytes, timeout_s: float) -> list[Any]:
+    def _values(self, facts: Mapping[str, Any], values: bytes, timeout_s: float | None) -> list[Any]:
         if facts["type"] == "no_answer":
             names = ", ".join(map(self.name, facts["missing"]))
             raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
@@ -171,7 +171,7 @@ class Coordinator:
         return None if answer is None else self._values(*answer, timeout_s)
 
     @contextlib.contextmanager
-    def all_or_none(self, *, timeout_s: float = 600.0, exits: bool = True) -> Iterator[None]:
+    def all_or_none(self, *, timeout_s: float | None = 600.0, exits: bool = True) -> Iterator[None]:
         """Run the body on every rank; it succeeds on all ranks or on none.
 
         If any rank raises a `UserError` or a `JobFailed`, the launcher prints it, or else rank 0, and every

@@ -130,8 +130,8 @@ def _may_follow(error: BaseException) -> bool:
     torch has classes for the errors of its store and of NCCL. Those of gloo and tensorpipe are plain
     RuntimeErrors, and name their place in the source of these libraries.
     """
-    while cause := error.__cause__ or (not error.__suppress_context__ and error.__context__):
-        error = cause
+    for _ in range(100):  # a chain may be a circle: raise error from error
+        error = error.__cause__ or (not error.__suppress_context__ and error.__context__) or error
     classes = getattr(sys.modules.get("torch.distributed"), "DistError", ())
     is_plain = type(error) is RuntimeError
     return isinstance(error, classes) or (is_plain and any(map(str(error).__contains__, _SOURCES)))
@@ -170,4 +170,5 @@ def record(ending: Ending, error_file: str) -> None:
         extra = {"py_callstack": ending.traceback, "timestamp": str(int(time.time()))}
         facts = {"message": ending.error, "extraInfo": extra, "ending": ending}
         with contextlib.suppress(OSError):  # a full disk: the exit code is left
+            path.touch(0o600)  # an error may hold a secret
             path.write_text(json.dumps({"message": facts}), encoding="utf-8")

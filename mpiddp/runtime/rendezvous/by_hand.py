@@ -63,10 +63,8 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
         try:
             first, *others = [address] if address else expand_nodelist(nodelist)
         except ValueError as error:
-            raise UserError(
-                f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}.',
-                fix="start the job with srun, or set MASTER_ADDR and MASTER_PORT",
-            ) from None
+            sentence = f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}.'
+            raise UserError(sentence, fix="start the job with srun, or set MASTER_ADDR and MASTER_PORT") from None
         address = first if address or others else LOOPBACK
     elif not (address and env.get("MASTER_PORT")):
         raise UserError(

@@ -31,7 +31,7 @@ def over_mpi(ranks: Coordinator, timeout_s: float) -> Iterator[None]:
     After `timeout_s` this process ends, with its stack: MPI holds the interpreter's lock. The lowest waiting
     rank's end makes mpirun end the others.
     """
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)  # sys.stderr may be no file
     is_of_script = "mpi4py.MPI" in sys.modules
     try:
         MPI = _load_mpi(ranks.world)
@@ -76,10 +76,8 @@ def _load_mpi(world: World) -> Any:
             started_by = f"{' or '.join(expected)} {os.environ.get('OMPI_VERSION', '')}".rstrip()
             maps = Path("/proc/self/maps").read_text("latin-1")
             library = re.search(r"/(libmpi\.so\S*)", maps)
-            raise UserError(
-                f"mpirun is {started_by} but mpi4py loaded {vendor} ({library[1] if library else 'libmpi'}).",
-                fix="set MPI4PY_LIBMPI to the libmpi of your mpirun",
-            )
+            sentence = f"mpirun is {started_by} but mpi4py loaded {vendor} ({library[1] if library else 'libmpi'})."
+            raise UserError(sentence, fix="set MPI4PY_LIBMPI to the libmpi of your mpirun")
         if not MPI.Is_initialized():
             MPI.Init()
     finally:

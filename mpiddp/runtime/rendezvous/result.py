@@ -206,10 +206,8 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
                     fix="remove it there; mpiddp hosts push does, if an earlier push has sent it",
                 )
             digest, other = (files.get(name, "")[:8] or "none" for files in (ours, theirs))
-            raise UserError(
-                f"{name} differs on {there} (sha256 {other} instead of {digest} on {here}).",
-                fix="mpiddp hosts push HOSTFILE",
-            )
+            sentence = f"{name} differs on {there} (sha256 {other} instead of {digest} on {here})."
+            raise UserError(sentence, fix="mpiddp hosts push HOSTFILE")
     if placement := env.get(variables.PLACEMENT):
         names = expected_hosts(placement)
         if not _is_placed(infos, names):

@@ -51,10 +51,8 @@ def mesh(*, tp_across_hosts: bool = False, device_type: str | None = None, **siz
         UserError: there is no process group.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise UserError(
-            "mpiddp.mesh needs a process group.",
-            fix="call mpiddp.init() or torch.distributed.init_process_group before it",
-        )
+        sentence = "mpiddp.mesh needs a process group."
+        raise UserError(sentence, fix="call mpiddp.init() or torch.distributed.init_process_group before it")
     is_gloo, hostname = dist.get_backend() == "gloo", socket.gethostname()
     gpu = torch.accelerator.current_accelerator(check_available=True)
     default = "cpu" if gpu is None or is_gloo else gpu.type
@@ -67,10 +65,8 @@ def mesh(*, tp_across_hosts: bool = False, device_type: str | None = None, **siz
     calls, names, machines = zip(*answers, strict=True)
     try:  # every rank has the same answers, so it comes to the same result
         if other := next((rank for rank, call in enumerate(calls) if call != calls[0]), 0):
-            raise UserError(
-                f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}.",
-                fix="call it with the same arguments on all ranks",
-            )
+            sentence = f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}."
+            raise UserError(sentence, fix="call it with the same arguments on all ranks")
         # Several machines, such as containers, may have one name.
         hosts = names if len(set(names)) == len(set(machines)) else machines
         resolved = resolve(check_sizes(sizes), hosts, tp_across_hosts=tp_across_hosts)

@@ -68,10 +68,8 @@ def check_divergence(
     """
     if not (dist.is_available() and dist.is_initialized()):
         if World.from_env().world_size > 1:
-            raise UserError(
-                "mpiddp.check_divergence needs a process group of the ranks.",
-                fix="call torch.distributed.init_process_group or mpiddp.init before it",
-            )
+            sentence = "mpiddp.check_divergence needs a process group of the ranks."
+            raise UserError(sentence, fix="call torch.distributed.init_process_group or mpiddp.init before it")
         return
     if dist.get_world_size(group) <= 1:  # -1 for a rank outside of the group
         return

@@ -57,9 +57,8 @@ def process_group(
         with coordinator.all_or_none():
             backends = coordinator.all_gather_json(backend, timeout_s=AGREE_TIMEOUT_S)
             if different := coordinator.different(backends):
-                raise UserError(
-                    f"the backend differs: {different}.", fix="set it on all ranks: --backend gloo (or nccl)"
-                )
+                sentence = f"the backend differs: {different}."
+                raise UserError(sentence, fix="set it on all ranks: --backend gloo (or nccl)")
         is_gloo = backend == "gloo"
         if not is_gloo:  # before NCCL starts, or every rank opens a context on GPU 0
             torch.accelerator.set_device_index(device)
@@ -117,10 +116,8 @@ def choose_backend(requested: str | None) -> str:
     if requested not in (None, "nccl", of_gpu):
         raise UserError(f"backend {requested!r}: expected gloo or {of_gpu or 'nccl'}.")
     if requested == "nccl" and not torch.cuda.is_available():  # ROCm's GPUs are "cuda" too
-        raise UserError(
-            f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on {socket.gethostname()}.",
-            fix="--backend gloo, or run nvidia-smi there",
-        )
+        sentence = f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on {socket.gethostname()}."
+        raise UserError(sentence, fix="--backend gloo, or run nvidia-smi there")
     return requested or of_gpu or "gloo"
 
 

@@ -145,9 +145,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             ValueError: the batches of the loader are not those of this sampler.
         """
         if getattr(loader, "batch_sampler", None) not in (None, self):
-            raise ValueError(
-                "mpiddp.Sampler: the loader has another order. Write: DataLoader(…, batch_sampler=sampler)"
-            )
+            sentence = "mpiddp.Sampler: the loader has another order. Write: DataLoader(…, batch_sampler=sampler)"
+            raise ValueError(sentence)
         self._go_to(self.epoch, self.step)
         before, left = self.step, len(self)
         for count, batch in enumerate(loader, start=1):
