@@ -77,7 +77,7 @@ class Checkpoints:
             every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: only at a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
-            timeout_s: seconds to wait for a silent rank, in a save or a resume.
+            timeout_s: seconds to wait for a silent rank, in a save or a resume; no limit with object storage.
             keep_every: a number of steps. Also keep the first checkpoint at or after each multiple of it.
             best: ("val_loss", "min") or ("accuracy", "max"): also keep the checkpoint whose step has
                 the best value in `mpiddp.log_metrics`.

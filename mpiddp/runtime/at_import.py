@@ -23,7 +23,7 @@ _MANY = 200_000  # objects of a script: to go through them takes longer than it 
 class AtImport:
     """Surrounds the first import of one of these modules. Other finders find it.
 
-    `around()` is entered before the code of the module runs, and left when it has run. If that fails, the next
+    `around()` is entered before the module is made, and left when its code has run. If that fails, the next
     import is the first one. A forked child is no script, so nothing happens there.
     """
 
@@ -49,15 +49,12 @@ class AtImport:
         stack = ExitStack()
 
         def create_module(spec: ModuleSpec) -> ModuleType | None:
-            if not spec.cached:  # it may run the code of an extension
-                stack.enter_context(self._around())
+            stack.enter_context(self._around())
             return create(spec)  # type: ignore[no-any-return]
 
         def exec_module(module: ModuleType) -> None:
             del loader.create_module, loader.exec_module  # type: ignore[attr-defined]
             with stack:
-                if module.__spec__ and module.__spec__.cached:  # if it is loaded lazily, this comes much later
-                    stack.enter_context(self._around())
                 for _ in _steps(run, module):
                     pass
             self.names = ()

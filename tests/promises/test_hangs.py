@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.support.patience import slowness, within
+from tests.support.patience import MOST, slowness, within
 from tests.support.place import Place, eventually, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.terminal import in_a_terminal
@@ -18,8 +18,10 @@ LONG_GRACE = ("--grace", "600")
 
 
 def seconds(idle: int) -> str:
-    """A limit in which all ranks import torch, if that takes so long on the idle machine, or less."""
-    return str(round(idle * slowness()))
+    """A limit in which all ranks import torch, if that takes so long on the idle machine, or less. After a
+    minute of a wait, a line says so without it.
+    """
+    return str(round(idle * min(slowness(), MOST)))
 
 
 # --- without an option ---

@@ -9,6 +9,8 @@ import subprocess
 import threading
 from typing import Any
 
+from mpiddp.hosts.processes import fact_of
+
 _SIGTERM = {signal.SIGTERM}
 _LOOK_S = 1.0  # between two looks whether the rank lives
 
@@ -47,7 +49,7 @@ def init_worker(worker_id: int) -> None:
 
 def _end_with(rank: int) -> None:
     """End this worker at its rank's own SIGTERM, which `terminate()` sends, or once the rank has ended."""
-    while os.path.exists(f"/proc/{rank}"):  # not every Python has pidfd_open  # noqa: PTH110
+    while fact_of(rank, "cmdline"):  # it is empty once the rank has ended; not every Python has pidfd_open
         received = signal.sigtimedwait(_SIGTERM, _LOOK_S)
         if received is not None and received.si_pid in (rank, os.getpid()):
             break

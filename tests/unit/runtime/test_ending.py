@@ -4,7 +4,7 @@ import os
 import re
 
 from mpiddp.explain.explain import explain
-from mpiddp.runtime.job.ending import Ending
+from mpiddp.runtime.job.ending import Ending, ending_of, record
 from mpiddp.runtime.job.out_of_memory import shortened
 from tests.support.ranks import ROOT
 
@@ -28,6 +28,36 @@ def test_who_holds_the_rest():
     assert Ending(1, SHARED.format(pid=pid)).facts["error"] == said
     found = explain([said])
     assert found.failure.id == "cuda-out-of-memory"
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+class OfASample(Exception):
+    def __init__(self) -> None:
+        super().__init__("a sample")
+        self.name = 17
+
+
+def test_odd_errors():
+    """An error that is its own cause, and one whose name is a number, end a rank as any other."""
+    itself = ValueError("itself")
+    assert ending_of(raised(itself, itself)).error == "ValueError: itself"
+    assert ending_of(raised(OfASample())).error == "OfASample: a sample"
+    lacking = ModuleNotFoundError("no torch", name="torch")
+    assert ending_of(raised(lacking)).error.startswith("ModuleNotFoundError: ")
+
+
+def test_only_this_user_reads_an_error(tmp_path):
+    """It may hold a secret."""
+    file = tmp_path / "error.json"
+    record(ending_of(raised(ValueError("https://token@host"))), str(file))
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "token" in file.read_text()
 
 
 def test_what_follows_and_other_texts_stay():

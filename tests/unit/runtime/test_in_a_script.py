@@ -1,6 +1,7 @@
 """What happens inside the process of a script, without any other process."""
 
 import gc
+import importlib.util
 import json
 import socket
 import sys
@@ -12,7 +13,7 @@ from mpiddp.runtime import at_import
 from mpiddp.runtime.at_import import AtImport
 from mpiddp.runtime.job.coordinator import ChannelLost
 from mpiddp.runtime.job.session import ProcessKind, Session
-from mpiddp.runtime.script import _message_of_agent
+from mpiddp.runtime.script import _ahead, _import_ahead, _installed, _message_of_agent
 from mpiddp.world import World
 
 
@@ -42,6 +43,71 @@ def test_a_script_with_many_objects_waits_for_no_freeze(monkeypatch):
     with at_import.frozen_torch():
         assert not gc.isenabled()
     assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+
+
+def test_a_finder_that_asks_all_others(monkeypatch):
+    """As one of the script for the same module does."""
+
+    class Asks:
+        def find_spec(self, name, path=None, target=None):
+            others = (finder for finder in sys.meta_path if finder is not self)
+            return next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+
+    ends = []
+
+    @contextmanager
+    def around():
+        yield
+        ends.append(True)
+
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    finder = AtImport(["colorsys"], around)
+    monkeypatch.setattr(sys, "meta_path", [Asks(), finder, *sys.meta_path])
+    __import__("colorsys")
+    assert ends == [True]
+
+
+def lazily(name):
+    """A module that is loaded once something of it is used, as docs.python.org/3/library/importlib.html has it."""
+    spec = importlib.util.find_spec(name)
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_module_that_is_loaded_lazily(tmp_path, monkeypatch):
+    """A look at what a script has imported does not load it."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "lazy_module.py").write_text("import sys; sys.is_loaded = True")
+    monkeypatch.syspath_prepend(packages)
+    before = {*sys.modules}
+    lazily("lazy_module")
+    try:
+        assert _installed(before) == ["lazy_module"]
+        assert not hasattr(sys, "is_loaded")
+    finally:
+        del sys.modules["lazy_module"]
+
+
+def test_what_a_spare_imports():
+    """A package that may have set a variable, or that may have come before one was set, is left to the script."""
+    as_before = _ahead(["package", "torch"], {"A": "1"}, ({"A": "1"}, ["/x"]))
+    assert as_before == {"modules": ["package", "torch"], "variables": {}, "path": ["/x"]}
+    assert _ahead(["package", "torch"], {"A": "1"}, ({"A": "2"}, []))["modules"] == ["torch"]
+
+
+def test_a_folder_that_an_import_adds(tmp_path, monkeypatch):
+    """It stays on sys.path, as in a fresh process."""
+    (tmp_path / "adding_module.py").write_text("import sys\nsys.path.append('/added')")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    try:
+        _import_ahead({"modules": ["adding_module"], "variables": {}, "path": [str(tmp_path), *sys.path]})
+    finally:
+        sys.modules.pop("adding_module")
+    assert sys.path[-1] == "/added"
+    assert str(tmp_path) not in sys.path
 
 
 def test_two_messages_of_the_agent_at_once():
