@@ -292,6 +292,17 @@ def test_a_host_without_space(hosts, folder, names_it):
     assert (done.code, done.said, done.fixes) == (1, [full], ["ssh node1 df"])  # no bad input
 
 
+def test_no_variable_stays_if_mpirun_does_not_start(hosts):
+    """Other hosts have got them before, with the job's key."""
+    mpirun = executable(hosts.folder / "mpirun", 'echo "mpirun (Open MPI) 5.0.11"; rm -f "$0"')
+    executable(hosts.folder / "prted", "exit 0")
+    with faults.mounted(hosts["node1"], "/tmp", "-o", "mode=1777"):
+        done = hosts.run("launch", "--no-check", "--mpirun", mpirun, "-H", "node0:1,node1:1", "--", "true")
+        kept = [*hosts["node1"].path("/tmp").glob("mpiddp-private-*")]
+    assert done.said[-1] == f"cannot start {mpirun}: No such file or directory."
+    assert kept == []
+
+
 FEW = [("-n", "2"), 3], [("-n", "2"), 6], *([("-H", "node0:1,node1:1"), limit] for limit in (4, 7, 10, 13))
 
 

@@ -132,7 +132,6 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
         private_name = private.new_name() if others else ""
         if private_name:
             stack.callback(private.remove, private_name)
-            stack.push(lambda kind, *_: sweep(request, others, job, private_name, ()) if kind else None)
             kept = environment.of_ranks
             environment = Environment(shell, ours=to_start({**kept, variables.PRIVATE: private_name}))
             shell = of_mpirun(shell, request.hosts.transport)
@@ -140,6 +139,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
                 cut_off = hand_over(plan, server, private_name, kept, launcher.logins)
             if cut_off:
                 return cut_off
+            stack.push(lambda kind, *_: sweep(request, others, job, private_name, ()) if kind else None)
         if not launcher.logins.have_claims:
             launcher.logins.close()
         command = plan.starter.compose(request._replace(environment=environment), str(folder))
