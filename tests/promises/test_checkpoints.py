@@ -1135,3 +1135,15 @@ def test_a_host_that_was_away_during_a_rewind(apart):
     assert resumed_step(done) == 2
     done = apart.fork("node0:1,node1:1", *train, "--stop-at-step=5")
     assert resumed_step(done) == 3
+
+
+def test_a_start_from_another_run_whose_hosts_differ(apart):
+    """--resume refuses a run whose newest checkpoint is another one on each host: their steps would not match."""
+    other, new = PRIVATE / "other", PRIVATE / "new"
+    train = ("train", *OPTIONS, "--steps-per-epoch=9", "--amp=off", *SAVE_ALL, "--batch-size=4")
+    apart.fork("node0:1,node1:1", *train, f"--out={other}", "--stop-at-step=2").assert_code(75)
+    shutil.rmtree(step_folder(apart["node1"].path(other), 2))
+    done = apart.fork("node0:1,node1:1", *train, f"--out={new}", f"--resume={other}").assert_code(2)
+    assert f"the newest checkpoint of {other} is step 1 on one host, and 2 on another." in done.stderr
+    one = f"--resume={other}/checkpoints/step_00000001"
+    apart.fork("node0:1,node1:1", *train, f"--out={new}", one, "--stop-at-step=2").assert_code(75)

@@ -2,8 +2,11 @@
 
 import os
 import resource
+import sys
 import zlib
 from base64 import b64encode
+
+import pytest
 
 from mpiddp.files import read_limited
 from mpiddp.hosts import push, pushed
@@ -33,3 +36,12 @@ def test_a_list_of_another_hand_is_none(tmp_path):
     kept.unlink()
     os.mkfifo(kept)
     assert pushed.prepare([str(tmp_path)]) == [""]
+
+
+@pytest.mark.parametrize(("base", "is_brought"), [(".pyenv/versions/3.11", True), (".local", False)])
+def test_a_python_in_the_home(tmp_path, monkeypatch, base, is_brought):
+    """A push makes its folder the same on all hosts, but not ~/.local, which has other programs, too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "project/.venv"))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / base))
+    assert (str(tmp_path / base) in push._environment()) == is_brought
