@@ -168,8 +168,8 @@ class Input:
         if self.sink is None or self._connection is None:
             return None
         try:
-            if self.is_terminal and ready.get(self.sink, 0) & (select.POLLIN | select.POLLHUP):
-                os.read(self.sink, _CHUNK)  # the echo; an error once the script has closed its stdin
+            if self.is_terminal and ready.get(self.sink, 0) & select.POLLIN:
+                os.read(self.sink, _CHUNK)  # the echo
             if not self._unwritten and self._connection.fileno() in ready:
                 self._unwritten = self._connection.recv(_CHUNK)
                 if not self._unwritten:

@@ -313,25 +313,6 @@ def test_a_bar_through_a_pipe(here):
     assert job.wait().assert_ok().stderr.count("1: 3 of 3") == 1
 
 
-CLOSES_STDIN = """
-import os, sys, time
-if os.environ["RANK"] == "0":
-    sys.stdin.close()
-    time.sleep(3)
-    fields = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()
-    print("agent", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), "s", flush=True)
-"""
-
-
-def test_a_script_that_closes_its_stdin(here):
-    """At a terminal, its agent sleeps then. Else, it would use a core."""
-    command = [*WAYS["mpiddp"], here.script(CLOSES_STDIN)]
-    with in_a_terminal(*command, cwd=here.folder, TEST_PLACE=here.mark) as job:
-        assert job.wait() == 0, job.shown
-    (used_s,) = re.findall(rb"agent (\S+) s", job.shown)
-    assert float(used_s) < 1.5
-
-
 TEE = """
 import sys
 class Tee:

@@ -345,14 +345,6 @@ def test_an_mpirun_that_hangs_at_a_limit_of_processes(hosts):
     assert "Traceback" not in done.stderr
 
 
-def test_a_tmpdir_that_this_user_may_not_enter(hosts):
-    """As sudo leaves it. A job does without it, and ends with the code of its ranks."""
-    launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "node0:2", "--", "true"]
-    hosts.folder.chmod(0o777)
-    done = hosts["node0"].run(["env", "TMPDIR=/root", *launch], user=USER, cwd=hosts.folder)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_a_working_folder_that_this_user_may_not_enter(hosts):
     """A working folder that the user may not enter, as root's over NFS, is named before the start."""
     (closed := hosts.folder / "closed").mkdir(mode=0o700)
