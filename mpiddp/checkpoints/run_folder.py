@@ -122,6 +122,8 @@ class Run:
         step: the newest step on the disk, or the one from which the run resumes; -1 if there is none.
         storage: the object storage that has a copy of the folder.
         pins: the steps of the checkpoints that are pinned on any host, as far as this rank knows.
+        kept: the steps of the checkpoints that other hosts or the bucket had at the resume.
+        timeout_s: for a silent rank. None with object storage, whose transfers may take as long as they like.
         resumed: the checkpoint that the run has resumed, until its first save.
         num_saves: the number of saves that this process has begun.
         pending: the step of the save in flight; whether it is on the disk at its end, and what has failed.

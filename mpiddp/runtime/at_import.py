@@ -36,9 +36,11 @@ class AtImport:
         if name not in self.names or os.getpid() != self._process:
             return None
         names, self.names = self.names, ()  # another finder may ask all others, and so this one
-        finds = [getattr(finder, "find_spec", None) for finder in sys.meta_path]  # an old one has None
-        spec = next(filter(None, (find(name, path, target) for find in finds if find)), None)
-        self.names = names
+        try:
+            finds = [getattr(finder, "find_spec", None) for finder in sys.meta_path]  # an old one has None
+            spec = next(filter(None, (find(name, path, target) for find in finds if find)), None)
+        finally:
+            self.names = names
         if spec is not None and spec.loader is not None:
             self._surround(spec.loader)
         return spec
