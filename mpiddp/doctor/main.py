@@ -46,7 +46,6 @@ from mpiddp.text import all_of, as_json, counted, escaped, parts
 from mpiddp.world import leave_enclosing_job
 
 _FACTS_S = 110.0  # a host with a slow name server and slow disks takes so long
-_PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel chooses ports of jobs from this range
 _START_S = 10.0  # at least, for the program that tries all pairs to start on all hosts
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
 _ORDER = (FAIL, WARN, UNKNOWN, OK)
@@ -192,7 +191,7 @@ def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str], start_
     to_meet = {host.name: addresses[host.name] for host in hosts if addresses.get(host.name)}
     hosts = [host for host in hosts if host.name in to_meet]
     start_s = max(start_s, _START_S)
-    for port in random.sample(_PORTS, _MOST_PORTS):
+    for port in random.sample(reachability.PORTS, reachability.MOST_PORTS):
         call = f"meet({to_meet!a}, {port}, {start_s}, {len(to_meet)})"
         program = program_that_prints((interfaces, reachability), call)
         answers = ask(hosts, program, work_s=2 * start_s)

@@ -18,6 +18,9 @@ from typing import Any
 from mpiddp.hosts.interfaces import interfaces
 
 CONNECT_S = 3.0
+# Ports to try. The kernel chooses those of the ranks from this range, too, and a busy host has many in use: also
+# a connection that has ended holds its port for a minute.
+PORTS, MOST_PORTS = range(33_000, 60_000), 3
 LARGE = 256 << 10  # bytes; they need packets of full size, which a path with a wrong MTU loses
 _AT_ONCE = 64  # connections
 _PAUSE_S = 0.02

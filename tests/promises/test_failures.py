@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.hosts.reachability import MOST_PORTS, PORTS
 from tests.support import forked
 from tests.support.cluster import faults, lacking
 from tests.support.machine import reserved, tool
@@ -395,6 +397,20 @@ def test_without_a_host_behind_a_firewall(hosts, instead):
     (sentence,) = done.said if instead[0] == "--min-hosts" else done.said[1:]
     address = re.escape(hosts["node1"].address)
     assert re.match(rf"leaving out a host: .*node1 \({address} tcp/\d+\).*: no answer in 3 s", sentence)
+
+
+def test_a_firewall_where_a_port_is_taken(hosts):
+    """A host that the others cannot reach is left out, also if the first port for the question is in use there."""
+    (hosts.folder / "sitecustomize.py").write_text("import random\nrandom.seed(0)\n")
+    first = random.Random(0).sample(PORTS, MOST_PORTS)[0]
+    listen = f"import signal, socket; s = socket.create_server(('', {first})); print(flush=True); signal.pause()"
+    listener = hosts["node2"].popen([sys.executable, "-c", listen])
+    listener.stdout.readline()
+    with faults.firewall(hosts["node1"], "drop"):
+        env = {"PYTHONPATH": str(hosts.folder)}
+        done = hosts.run("launch", *hosts.where(3), "--min-hosts", "2", program("identity.py"), env=env)
+    listener.end()
+    assert [rank["host"] for rank in done.assert_ok().records] == ["node0", "node2"], done.stderr
 
 
 def test_a_host_that_is_lost_in_the_preflight(hosts):

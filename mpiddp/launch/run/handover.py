@@ -7,7 +7,7 @@ only ssh is named in seconds. Each host also keeps the variables of the ranks, w
 
 from __future__ import annotations
 
-import os
+import random
 import socket
 import threading
 import time
@@ -28,7 +28,6 @@ from mpiddp.protocol.variables import JOB
 from mpiddp.text import keys_by_value, listed, with_fix
 
 TRAVELLING = (channel, interfaces, reachability, processes, private)
-_PORTS = range(33_000, 60_000)  # the kernel chooses the ports of the ranks in this range, too
 _MOST = 16  # hosts that all connect to each other; among more hosts, each connects to some
 _SWEEP_S = 8.0  # for a login that kills leftover processes
 
@@ -43,23 +42,24 @@ def hand_over(
     """
     request, start_s = plan.request, plan.checked.start_s
     hosts, addresses = request.hosts.hosts, request.addresses
-    port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
     knows_all = len(hosts) > 1 and len(addresses) == len(hosts)
     wanted = {
         "launcher": server.address,
         "key": server.key,
-        "meet": (addresses, port, start_s, _MOST) if knows_all else (),
         "name": name,
         "variables": private.packed(variables),
     }
     ask = partial(ask_hosts, python=request.job[0], transport=request.hosts.transport)
     answered, is_kept = [*hosts], False
     try:
-        with _answering(server):
+        for port in random.sample(reachability.PORTS, reachability.MOST_PORTS):
+            wanted["meet"] = (addresses, port, start_s, _MOST) if knows_all else ()
             program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
-            work_s = start_s + 4 * reachability.CONNECT_S
-            answers = ask(hosts, program, work_s=work_s, logins=logins)
-        reports = {host: answer.value for host, answer in answers.items() if not answer.why}
+            with _answering(server):
+                answers = ask(hosts, program, work_s=start_s + 4 * reachability.CONNECT_S, logins=logins)
+            reports = {host: answer.value for host, answer in answers.items() if not answer.why}
+            if all(report["hosts"] is not None for report in reports.values()):
+                break  # no other program has this port
         answered, silent = [*reports], {host: answer for host, answer in answers.items() if answer.why}
         cut_off = {host.name: answer.why for host, answer in silent.items()}
         # The others cannot connect to a host whose program has failed.
