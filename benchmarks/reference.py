@@ -31,7 +31,7 @@ from mpiddp.bench.measured_jobs import (
 )
 from mpiddp.errors import UserError, print_error
 from mpiddp.text import counted
-from mpiddp.train.main import STARTUP_STEPS
+from mpiddp.train.trainer import STARTUP_STEPS
 from tests.support import cluster
 from tests.support.cluster import links
 from tests.support.ranks import ROOT

@@ -19,16 +19,10 @@ import torch.distributed as dist
 import mpiddp
 from mpiddp.bench.measured_jobs import Result
 from mpiddp.errors import UserError
+from mpiddp.train.config import Config, parse, resolve
 from mpiddp.train.data import Data
-from mpiddp.train.main import (
-    STARTUP_STEPS,
-    Config,
-    Trainer,
-    choose_kernels,
-    open_config,
-    parse,
-    resolve,
-)
+from mpiddp.train.main import choose_kernels, open_config
+from mpiddp.train.trainer import STARTUP_STEPS, Trainer
 
 _NOT_APPLICABLE = (
     *("--epochs", "--steps-per-epoch", "--use-syn", "--parallel", "--ema-decay", "--weights"),

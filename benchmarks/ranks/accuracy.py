@@ -20,8 +20,11 @@ from torch import Tensor, nn
 import mpiddp
 from benchmarks.accuracy import HELD_OUT
 from mpiddp.bench.measured_jobs import Result, emit
+from mpiddp.train.config import Config, parse, resolve
 from mpiddp.train.data import DATASETS, Cifar, Data, DeviceImages
-from mpiddp.train.main import Config, Trainer, gathered, open_checkpoints, parse, resolve
+from mpiddp.train.main import open_checkpoints
+from mpiddp.train.parallel import gathered
+from mpiddp.train.trainer import Trainer
 
 AVERAGE_EVERY = 8  # steps between two models of the average
 

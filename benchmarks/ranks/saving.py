@@ -16,7 +16,8 @@ from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from benchmarks.training import Clock, build, synthetic_job
 from mpiddp.bench.measured_jobs import emit
 from mpiddp.runtime.job.session import current
-from mpiddp.train.main import gathered, open_checkpoints
+from mpiddp.train.main import open_checkpoints
+from mpiddp.train.parallel import gathered
 
 
 def main() -> None:

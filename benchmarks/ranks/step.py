@@ -12,7 +12,7 @@ from benchmarks.step import BARE, BARE_AGAIN, RUNNER, Options
 from benchmarks.training import Clock, Job, build, synthetic_job, time_runner
 from mpiddp.bench.measured_jobs import Result, emit
 from mpiddp.train.data import Batch
-from mpiddp.train.main import STARTUP_STEPS
+from mpiddp.train.trainer import STARTUP_STEPS
 
 
 def main() -> None:

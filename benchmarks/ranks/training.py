@@ -6,7 +6,7 @@ import sys
 
 from benchmarks.training import synthetic_job, time_runner
 from mpiddp.bench.measured_jobs import emit
-from mpiddp.train.main import STARTUP_STEPS
+from mpiddp.train.trainer import STARTUP_STEPS
 
 
 def main() -> None:

@@ -144,3 +144,10 @@ def ranks_with_same_shards(model: nn.Module) -> dist.ProcessGroup | None:
     mesh: Any = getattr(next(model.parameters()), "device_mesh", None)
     has_copies = mesh is not None and "dp_replicate" in mesh.mesh_dim_names
     return mesh.get_group("dp_replicate") if has_copies else None
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, by rank: [world_size]. A collective: every rank must call it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -41,8 +41,8 @@ from mpiddp.protocol.sinks import SINKS
 from mpiddp.runtime.job import coordinator
 from mpiddp.runtime.rank_attempt import State
 from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
-from mpiddp.train.main import AVERAGE_EVERY
 from mpiddp.train.train import RECIPES
+from mpiddp.train.trainer import AVERAGE_EVERY
 from mpiddp.watch import detached
 from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT, clean_env

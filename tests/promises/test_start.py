@@ -134,11 +134,14 @@ def test_many_ranks(here):
 
 
 def test_without_a_hostfile_this_machine_is_used(here):
-    """Without hosts, this machine runs one rank for each GPU, or one rank."""
+    """Without hosts, this machine runs one rank for each GPU, or one rank, or --nproc-per-node as under torchrun."""
     launch = ("env", "-u", "HOME", sys.executable, "-m", "mpiddp", "launch")
     done = here.run(*launch, program("identity.py"), env={"CUDA_VISIBLE_DEVICES": ""})
     assert len(done.assert_ok().records) == 1
     assert done.said == ["no hosts given: using this machine, slots=1"]
+    more = len(os.sched_getaffinity(0)) + 1
+    done = here.run("launch", "--nproc-per-node", more, program("identity.py"), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert len(done.assert_ok().records) == more
 
 
 @every_mpi

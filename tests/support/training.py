@@ -11,8 +11,9 @@ import torch
 
 import mpiddp
 from mpiddp.checkpoints.tensor_files import read_tensors
+from mpiddp.train.config import Config, parse, resolve
 from mpiddp.train.data import Data, DeviceImages
-from mpiddp.train.main import Config, Trainer, parse, resolve
+from mpiddp.train.trainer import Trainer
 
 
 def configured(*options: str, ranks: int = 1) -> Config:

@@ -96,7 +96,7 @@ def _slots(hosts: Hosts, host: Host, gpus: Sequence[Gpu] | None, options: Launch
         has_hosts = options.names_hosts or hosts.scheduler
         is_default = options.host_list == "localhost" or not has_hosts
         if is_default and (options.n, options.npernode) != (None, None):
-            count = (0 if is_gloo else count) or len(os.sched_getaffinity(0))
+            count = (0 if is_gloo else count) or max(len(os.sched_getaffinity(0)), options.npernode or 0)
         return min(host.max_slots or sys.maxsize, count or 1)
     if is_gloo or not 0 < count < slots:
         return slots

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from mpiddp.errors import UserError
+from mpiddp.train.config import parse, resolve
 from mpiddp.train.data import DATASETS
-from mpiddp.train.main import half_the_memory, parse, resolve
+from mpiddp.train.main import half_the_memory
 from mpiddp.train.muon import fast_dtype
 from mpiddp.train.train import recipe_for
 from tests.support.training import configured

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from benchmarks.ranks.accuracy import Alternating, Trial, trial
 from mpiddp.train.data import Data, DeviceImages
-from mpiddp.train.main import Trainer
 from mpiddp.train.resnet import ARCHS
+from mpiddp.train.trainer import Trainer
 from tests.support.training import CPU, HALF, configured, images, training_of
 
 
