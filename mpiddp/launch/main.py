@@ -17,20 +17,17 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from mpiddp import errors
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError, fault, without_prefix
+from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch import log
-from mpiddp.launch.judge.events import Outcome
 from mpiddp.launch.plan.environment import LEFT_OUT, parse_exports, without_values
 from mpiddp.launch.plan.options import LaunchOptions, parse_options
 from mpiddp.launch.run.control import Exchange
-from mpiddp.launch.run.outcome_file import Report, print_outcome
+from mpiddp.launch.run.outcome_file import Report, outcome_of, print_outcome
 from mpiddp.launch.run.output import open_closed_streams
 from mpiddp.protocol.channel import DEFAULT_RANKS, encode, messages_over
 from mpiddp.text import all_of
@@ -90,18 +87,6 @@ def main(argv: list[str]) -> int:
     return _run_and_report(options, report)
 
 
-def _refused(error: BaseException) -> Outcome:
-    """The outcome of a job that has not started, or whose launcher has failed."""
-    if isinstance(error, KeyboardInterrupt):
-        return Outcome(INTERRUPTED, "interrupted")
-    error = errors.of_limit(error) or error
-    if not isinstance(error, UserError | JobFailed):
-        traceback.print_exception(error)
-        return Outcome(FAILED, f"the launcher itself has failed: {fault(error)}.")
-    code = BAD_INPUT if isinstance(error, UserError) else FAILED
-    return Outcome(code, without_prefix(str(error)))
-
-
 def _run_and_report(options: LaunchOptions, report: Report) -> int:
     """Run the job, and say how it has ended and what resumes it."""
     from mpiddp.launch.run.job import run  # a dry run needs no sockets and secrets
@@ -109,7 +94,7 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
     try:
         outcome = run(options, report)
     except (Exception, KeyboardInterrupt) as error:
-        outcome = _refused(error)
+        outcome = outcome_of(error)
     # timeout(1) and a closing terminal send each request twice; the ranks may have stopped in between.
     repeated = (signal.SIGTERM, signal.SIGHUP) if outcome.code in (STOPPED, INTERRUPTED) else ()
     for number in repeated:
@@ -180,7 +165,7 @@ def launch_function(argv: list[str]) -> int:
         if outcome.known_cause:  # the caller's exception has the verdict
             log.error(outcome.known_cause)
     except (Exception, KeyboardInterrupt) as error:
-        outcome = _refused(error)
+        outcome = outcome_of(error)
     is_done = outcome.code in (DONE, STOPPED)
     facts = {name: getattr(outcome, name) for name in ("code", "sentence", "rank", "host")}
     with contextlib.suppress(OSError):  # the caller has ended

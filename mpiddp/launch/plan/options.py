@@ -40,7 +40,9 @@ _OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
 
 
 def _number(text: str) -> str | int:
-    """A number of ranks, or torchrun's word for one on each GPU."""
+    """A number of ranks, or torchrun's words: one on each GPU, or for each core of this machine."""
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
     return text if text in _BY_GPU else whole(1)(text)
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 from enum import Enum, auto
 from pathlib import Path
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError, of_limit
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.allocations import seconds_left
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
@@ -27,7 +27,7 @@ from mpiddp.launch.run.agents import STOP_AFTER, Agents, Launcher, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.log_folder import LogFolder
-from mpiddp.launch.run.outcome_file import Report, print_outcome
+from mpiddp.launch.run.outcome_file import Report, outcome_of, print_outcome
 from mpiddp.launch.run.watchers import WATCHERS
 from mpiddp.text import all_of, counted
 
@@ -109,7 +109,7 @@ class Job:
         except (UserError, JobFailed, OSError, RuntimeError) as error:
             if not past.attempts:
                 raise
-            outcome = Outcome(FAILED, str(of_limit(error) or error))  # the job has started before, and may again
+            outcome = outcome_of(error)._replace(code=FAILED)  # the job has started before, and may again
         if outcome.made_steps:
             self.grown_from = None
         if self.grown_from and past.grows and outcome.code == INTERRUPTED:
@@ -186,7 +186,7 @@ class Job:
             return interrupted
         except (UserError, JobFailed, OSError, RuntimeError) as error:
             if move is Move.RESTART:  # a host, or a process, may be usable after the next pause
-                return Outcome(FAILED, str(of_limit(error) or error))
+                return outcome_of(error)._replace(code=FAILED)
             log.error(f"{error}\nThe job goes on with the hosts of the last attempt, which have just worked.")
         hosts, announced = self.plan.request.hosts, self.past.announced
         if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:

@@ -15,12 +15,14 @@ import socket
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, aid, cause_of
+from mpiddp import errors
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError, aid, cause_of
 from mpiddp.files import replace_file
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import Outcome
@@ -28,6 +30,18 @@ from mpiddp.text import as_json, parts, shown
 
 _CAUSES = {DONE: "done", FAILED: "failed", BAD_INPUT: "bad_input", STOPPED: "stopped", INTERRUPTED: "interrupted"}
 _UNKNOWN = "exit_code error known_cause fix rank host run_dir checkpoint resume ended_at"
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """The outcome of a job, or of an attempt, that an error of the launcher has ended."""
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome(INTERRUPTED, "interrupted")
+    error = errors.of_limit(error) or error
+    if not isinstance(error, UserError | JobFailed):
+        traceback.print_exception(error)
+        return Outcome(FAILED, f"the launcher itself has failed: {errors.fault(error)}.")
+    code = BAD_INPUT if isinstance(error, UserError) else FAILED
+    return Outcome(code, errors.without_prefix(str(error)))
 
 
 def print_outcome(outcome: Outcome) -> None:

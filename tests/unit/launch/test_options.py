@@ -3,6 +3,7 @@
 Tests mpiddp/launch/plan/{options,environment}.py. The promises have the command line for each MPI.
 """
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,7 @@ def parsed(options: str) -> LaunchOptions:
         ("--nproc-per-node 2", {"npernode": 2}),
         ("--nproc_per_node=2", {"npernode": 2}),
         ("--nproc_per_node gpu", {"needs_gpus": True}),
+        ("--nproc-per-node cpu", {"npernode": len(os.sched_getaffinity(0))}),
         ("--nproc_per_node auto", {}),
         (
             "--nnodes=1 --nproc_per_node=4 --rdzv_id=7 --rdzv-backend c10d --rdzv_endpoint=a:2",
