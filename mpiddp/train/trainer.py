@@ -1,4 +1,4 @@
-"""The training of `mpiddp train`: train.py's, with what its options add."""
+"""The training of `mpiddp train`: that of train.py, and what the options add to it."""
 
 from __future__ import annotations
 
