@@ -100,7 +100,7 @@ def test_the_launcher_works_in_a_bare_environment(bare, tmp_path):
 def test_a_verb_names_the_extra_that_it_lacks(bare, tmp_path):
     done = run(bare / "mpiddp", "train", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    values = ("mpiddp train ", "numpy", "-m pip install '", "[train]' ")
+    values = ("mpiddp train ", "torch", "-m pip install '", "[train]' ")
     assert re.fullmatch(error("does not have.", *values) + "\n", done.stderr), done.stderr
 
 

@@ -140,7 +140,7 @@ def test_without_a_hostfile_this_machine_is_used(here):
     assert len(done.assert_ok().records) == 1
     assert done.said == ["no hosts given: using this machine, slots=1"]
     more = len(os.sched_getaffinity(0)) + 1
-    done = here.run("launch", "--nproc-per-node", more, program("identity.py"), env={"CUDA_VISIBLE_DEVICES": ""})
+    done = here.run("launch", "--nproc-per-node", str(more), program("identity.py"), env={"CUDA_VISIBLE_DEVICES": ""})
     assert len(done.assert_ok().records) == more
 
 

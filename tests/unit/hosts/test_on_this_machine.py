@@ -14,7 +14,7 @@ from mpiddp.hosts.complaints import NO_PROGRAM
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import Logins, ask_hosts
 from mpiddp.hosts.transport import Transport
-from mpiddp.launch import main
+from mpiddp.launch.run.outcome_file import outcome_of
 from tests.support.cluster.needs import need
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
@@ -77,7 +77,7 @@ def test_too_few_open_files_are_named():
     done = subprocess.run(limited, capture_output=True, text=True, cwd=ROOT)
     refused = "mpiddp: this machine gives no more processes or open files to mpiddp: Too many open files.\n  fix: "
     assert (done.returncode, done.stderr.startswith(refused)) == (1, True), done.stderr
-    of_launch = main._refused(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    of_launch = outcome_of(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     assert refused.startswith(f"mpiddp: {of_launch.sentence}".partition("\n")[0])
 
 
