@@ -320,6 +320,29 @@ def test_an_agent_that_fails(here):
     assert (done.lines, "failed first: NotADirectoryError: " in done.stderr) == (["1"] * 2, True)
 
 
+# The launcher fails while it plans the first restart.
+FAILS_AT_A_RESTART = """
+import os, sys
+if "launch" in sys.orig_argv:
+    from mpiddp.launch.run import job
+    make_plan, works = job.make_plan, iter([True, False, True])
+    job.make_plan = lambda *given, **more: make_plan(*given, **more) if next(works) else os.listdir(__file__)
+"""
+
+
+def test_a_launcher_that_fails_at_a_restart(here):
+    """If the launcher itself fails at a restart, it shows its traceback, and the job has its next restart."""
+    here.script(FAILS_AT_A_RESTART, "sitecustomize.py")
+    is_first = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    ends_its_agent = "os.kill(os.getppid(), 9) or time.sleep(6000)"
+    script = here.script(f"import os, time; {is_first} and ({ends_its_agent}); print('again')")
+    options, env = ("--max-restarts", "2"), {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+    done = here.run("launch", *options, *here.where(2), script, env=env).assert_ok()
+    assert done.lines == ["again"] * 2
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "mpiddp: the launcher itself has failed: NotADirectoryError: " in done.stderr
+
+
 # --- hosts left out, spares ---
 
 
