@@ -48,7 +48,9 @@ class Figure(NamedTuple):
 FIGURES = {
     "first": Figure("benchmarks.all", "--first 20", "--first 1"),
     "start": Figure("benchmarks.start", "--ranks 2,4,8", "--ranks 1 --rounds 1"),
-    "start_variable": Figure("benchmarks.start", "--ranks 2 --rounds 12 --variable", "--ranks 1 --rounds 1 --variable"),
+    "start_variable": Figure(
+        "benchmarks.start", "--ranks 2 --rounds 12 --variable", "--ranks 1 --rounds 1 --variable"
+    ),
     "start_hosts": Figure(
         "benchmarks.start",
         "--ranks 3 --on node0,node1,node2",
@@ -108,8 +110,14 @@ def caption(command: list[str]) -> str:
     head = [*git, "rev-parse", "--short", "--verify", "--quiet", "HEAD"]
     commit = subprocess.run(head, stdout=subprocess.PIPE, text=True).stdout.strip() or "no commit"
     is_changed = subprocess.check_output([*git, "status", "--porcelain"], text=True) != ""
-    models = [line for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if "model name" in line]
-    cores = f"{len(os.sched_getaffinity(0))} cores of {models[0].partition(': ')[2]}" if models else "?"
+    models = [
+        line
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        if "model name" in line
+    ]
+    cores = (
+        f"{len(os.sched_getaffinity(0))} cores of {models[0].partition(': ')[2]}" if models else "?"
+    )
     shown = shlex.join(["python", *command[1:]]).replace(sys.executable, "python")
     return f"*{commit}{' with changes' * is_changed}, {date.today()}, {cores}: `{shown}`.*"
 
@@ -118,12 +126,18 @@ def measure(name: str, out: Path, *, is_brief: bool) -> bool:
     """Run one, and append its table. Returns whether it has succeeded."""
     with TemporaryDirectory() as folder:
         command, began = FIGURES[name].command(folder, is_brief=is_brief), time.monotonic()
-        done = subprocess.run(command, cwd=folder, env={**os.environ, **ENV}, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, **ENV}, stdout=subprocess.PIPE, text=True
+        )
     seconds = f"{time.monotonic() - began:.0f} s"
-    print(f"{name}: {'measured' if done.returncode == 0 else 'FAILED'} in {seconds}", file=sys.stderr)
+    print(
+        f"{name}: {'measured' if done.returncode == 0 else 'FAILED'} in {seconds}", file=sys.stderr
+    )
     if done.returncode == 0:
         with out.open("a", encoding="utf-8") as file:
-            file.write(f"## {name}\n\n```text\n{done.stdout.rstrip()}\n```\n\n{caption(command)}\n\n")
+            file.write(
+                f"## {name}\n\n```text\n{done.stdout.rstrip()}\n```\n\n{caption(command)}\n\n"
+            )
     return done.returncode == 0
 
 
@@ -155,19 +169,27 @@ def first_commands(rounds: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=str(__doc__).split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.all", description=str(__doc__).split("\n")[0]
+    )
     names = [name for name, figure in FIGURES.items() if figure.is_in_all]
-    parser.add_argument("--only", type=lambda text: text.split(","), default=names, metavar="NAME,NAME")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=names, metavar="NAME,NAME"
+    )
     parser.add_argument("--brief", action="store_true", help="try each one, in seconds")
     parser.add_argument("--out", type=Path, default=Path("figures.md"), metavar="FILE")
-    parser.add_argument("--first", type=int, metavar="ROUNDS", help="only print the table of `first`")
+    parser.add_argument(
+        "--first", type=int, metavar="ROUNDS", help="only print the table of `first`"
+    )
     options = parser.parse_args()
     if options.first:
         print(first_commands(options.first))
         return 0
     if unknown := [name for name in options.only if name not in FIGURES]:
         parser.error(f"{unknown[0]} is not one of {', '.join(FIGURES)}")
-    failed = [name for name in options.only if not measure(name, options.out, is_brief=options.brief)]
+    failed = [
+        name for name in options.only if not measure(name, options.out, is_brief=options.brief)
+    ]
     return int(bool(failed))
 
 

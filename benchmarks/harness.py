@@ -53,7 +53,9 @@ def run_script(
     """
     module: Any = sys.modules["__main__"]
     prog, argv = f"python -m benchmarks.{name}", sys.argv[1:]
-    own = [Option(f"--{row.name.replace('_', '-')}", **row.metadata) for row in fields(module.Options)]
+    own = [
+        Option(f"--{row.name.replace('_', '-')}", **row.metadata) for row in fields(module.Options)
+    ]
     parser, where = new_parser(prog, purpose, own)
     values, more = parser.parse_known_args([*argv, *(() if takes_hosts else ("-H", "localhost:1"))])
     if check:

@@ -203,7 +203,9 @@ def start(hosts: Cluster, folder: Path, plan: Plan) -> Job:
     folder.mkdir(exist_ok=True)
     with (folder / "output").open("a", encoding="utf-8") as file:
         out = file.fileno()
-        program = hosts["node0"].popen(plan.command(), cwd=folder, env=plan.env(), stdout=out, stderr=out)
+        program = hosts["node0"].popen(
+            plan.command(), cwd=folder, env=plan.env(), stdout=out, stderr=out
+        )
     return Job(hosts, folder, program, plan)
 
 
@@ -352,7 +354,11 @@ def _is_done(plan: Plan, folder: Path, result: Result) -> bool:
 
 
 def weights(plan: Plan, folder: Path) -> Any:
-    return (folder / "weights").read_text(encoding="utf-8") if plan.program == "script" else contents(folder, STEPS)
+    return (
+        (folder / "weights").read_text(encoding="utf-8")
+        if plan.program == "script"
+        else contents(folder, STEPS)
+    )
 
 
 def undisturbed(plan: Plan, hosts: Cluster) -> Any:

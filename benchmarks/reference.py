@@ -63,7 +63,9 @@ class Variant:
 class Options:
     rounds: int = option("rounds; each variant runs once in each", parse=whole(1), default=3)
     sizes: tuple[int, ...] = option("numbers of hosts", parse=wholes(2), default="2,4")
-    links: tuple[str, ...] = option("their links", parse=lambda text: tuple(text.split(",")), default=",".join(LINKS))
+    links: tuple[str, ...] = option(
+        "their links", parse=lambda text: tuple(text.split(",")), default=",".join(LINKS)
+    )
     cores: float = option("cores of each worker", parse=float, default=0.4)
     steps: int = option("steps to time in each job", parse=whole(1), default=20)
     arch: str = option("model", default="resnet20")
@@ -129,7 +131,9 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         sent = [-links.sent_bytes(host) for host in used]
         started = time.monotonic()
         try:
-            done = used[0].run(host_cores.within(used[0], command), cwd=ROOT, env=ENV, timeout_s=timeout_s)
+            done = used[0].run(
+                host_cores.within(used[0], command), cwd=ROOT, env=ENV, timeout_s=timeout_s
+            )
         except subprocess.TimeoutExpired:
             raise BenchJobFailed(1, f"a job did not end within {timeout_s:g} s.") from None
         wall_s = time.monotonic() - started
@@ -190,4 +194,6 @@ def _title(results: Result) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    sys.exit(run_script("reference", "what the network costs, and what gives it back", takes_hosts=False))
+    sys.exit(
+        run_script("reference", "what the network costs, and what gives it back", takes_hosts=False)
+    )

@@ -29,7 +29,9 @@ class Options:
 def measure(options: Options, jobs: Jobs) -> Results:
     where, ranks, timeout_s = jobs.where, jobs.slots, jobs.timeout_s
     commands = {
-        launcher: start_command(launcher, where, ranks, timeout_s, restarts, ("gloo", str(options.steps)))
+        launcher: start_command(
+            launcher, where, ranks, timeout_s, restarts, ("gloo", str(options.steps))
+        )
         for launcher, restarts in OPTIONS.items()
     }
     if jobs.per_host < ranks:  # torchrun would start all of them on this host

@@ -59,4 +59,8 @@ def table(results: Result) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    sys.exit(run_script("scale", "the cost of large jobs to the launcher, or beside rank 0", takes_hosts=False))
+    sys.exit(
+        run_script(
+            "scale", "the cost of large jobs to the launcher, or beside rank 0", takes_hosts=False
+        )
+    )

@@ -87,12 +87,19 @@ def start_command(
     return [*command, *options, SCRIPT, *job]
 
 
-def in_turn(name: str, commands: Mapping[str, Sequence[str]], ranks: int, rounds: int, timeout_s: float) -> list[Timed]:
+def in_turn(
+    name: str, commands: Mapping[str, Sequence[str]], ranks: int, rounds: int, timeout_s: float
+) -> list[Timed]:
     """Let the launchers run their commands in turn."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for both
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a changed package would be compiled each time
-    starts = [Timed(launcher=launcher, ranks=ranks, wall_s=[], cpu_s=[], failed=0) for launcher in commands]
-    for command in commands.values() if rounds > 1 else ():  # the first start only warms the page cache
+    starts = [
+        Timed(launcher=launcher, ranks=ranks, wall_s=[], cpu_s=[], failed=0)
+        for launcher in commands
+    ]
+    for command in (
+        commands.values() if rounds > 1 else ()
+    ):  # the first start only warms the page cache
         with contextlib.suppress(BenchJobFailed):
             time_start(command, timeout_s)
     for number, timed in turns(starts, rounds):

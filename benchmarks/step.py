@@ -57,4 +57,6 @@ def table(results: Results) -> str:
 
 if __name__ == "__main__":
     os.environ.update(ENV)
-    sys.exit(run_script("step", "the loop of mpiddp train beside a bare loop", check=check_training))
+    sys.exit(
+        run_script("step", "the loop of mpiddp train beside a bare loop", check=check_training)
+    )

@@ -51,7 +51,9 @@ def svg(name: str) -> str:
     )
     body = "\n".join(parts)
     size = f'viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n{body}\n</svg>\n'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n{body}\n</svg>\n'
+    )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,9 @@ def text() -> str:
             parts.append(f"\n### mpiddp {verb} {part}")
             parts.append(_table(parser_of(verb, part)))
         if verb == "run":
-            parts.append("\nWhere no launcher has started it as a rank, it has the options of `mpiddp launch`.")
+            parts.append(
+                "\nWhere no launcher has started it as a rank, it has the options of `mpiddp launch`."
+            )
         elif verb not in PARTS:
             parts.append(_table(parser_of(verb)))
     return "\n".join(parts) + "\n"

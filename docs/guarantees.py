@@ -95,7 +95,9 @@ def text() -> str:
 def _sentence(chapter: str, test: str) -> str:
     """The first paragraph of the docstring of the test, with a link for each page that it names."""
     module = ast.parse((_TESTS / f"test_{chapter}.py").read_text(encoding="utf-8"))
-    (found,) = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == test]
+    (found,) = [
+        node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == test
+    ]
     sentence = " ".join(str(ast.get_docstring(found)).partition("\n\n")[0].split())
     return re.sub(r"docs/([a-z-]+\.md)", r"[this page](\1)", sentence)
 

@@ -142,7 +142,9 @@ def text() -> str:
         codes=_codes(),
         launch=_block(_outcome()),
         causes=f"{', '.join(causes[:-1])} or {causes[-1]}",
-        others="\n\n".join(f"{does}:\n\n{_block(document)}" for does, document in _others().items()),
+        others="\n\n".join(
+            f"{does}:\n\n{_block(document)}" for does, document in _others().items()
+        ),
         settable=_table("variable | holds", _SETTABLE),
         options=_listed(variables_of_options().values()),
         by_hand=_listed(_BY_HAND),
@@ -150,7 +152,9 @@ def text() -> str:
         schedulers=_schedulers(),
         kept="\n".join(f"- {why}: {_listed(names)}." for why, names in _kept().items()),
         internal=", ".join(f"`{name}`" for name in sorted(_names() - _public())),
-        patches=_table("patch | what it does", {patch.__name__: _says(patch) for patch in _patches()}),
+        patches=_table(
+            "patch | what it does", {patch.__name__: _says(patch) for patch in _patches()}
+        ),
     )
 
 
@@ -192,7 +196,13 @@ def _record() -> Record:
     for rank in (0, 1):
         record.add(Event("joining", rank, {"timeout_s": 60.0}, 0.0, from_script=True))
     for at in range(1, 5):
-        facts = {"step": 100 * at, "counter": BY_CALLS, "own_s": 6.25 * at, "cpu_s": 12.5 * at, "memory": 2_147_483_648}
+        facts = {
+            "step": 100 * at,
+            "counter": BY_CALLS,
+            "own_s": 6.25 * at,
+            "cpu_s": 12.5 * at,
+            "memory": 2_147_483_648,
+        }
         record.add(Event("progress", 1, facts, 10.0 * at, from_script=True))
     record.add(Event("gpus", 1, {"ranks": [_GPU]}, 40.0))
     return record
@@ -224,7 +234,9 @@ def _outcome() -> str:
 def _others() -> dict[str, str]:
     """A document of each other kind, by the command that prints it."""
     facts = {"age_s": 40.5, **status.job_facts(_record(), {1: b"epoch 3, loss 0.412\n"}, 40.5)}
-    line = Line("limits", "warn", "/dev/shm has 64 MB on node2", "start the container with --ipc host")
+    line = Line(
+        "limits", "warn", "/dev/shm has 64 MB on node2", "start the container with --ipc host"
+    )
     drilled = Result("kill", False, "differs from step 21", (1, 0), 1, False)
     doctor = {
         "hosts": ["node1", "node2"],

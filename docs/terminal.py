@@ -32,7 +32,9 @@ _CELL, _LINE, _MARGIN = 8.4, 19, 16  # pixels, of a font of 14
 _BACKGROUND, _TEXT, _TYPED, _OURS = "#0d1117", "#d1d7e0", "#ffffff", "#79c0ff"
 
 
-def record(shell: str, setup: str, commands: list[str], interrupt_at: str, columns: int) -> list[str]:
+def record(
+    shell: str, setup: str, commands: list[str], interrupt_at: str, columns: int
+) -> list[str]:
     """The lines of the terminal after the commands, each typed when the one before has ended.
 
     `setup` is typed first, and is no longer shown. Where a line contains `interrupt_at`, Ctrl-C is typed.
@@ -98,12 +100,16 @@ def drawn(lines: list[str]) -> str:
         colour = _TYPED if typed else _OURS if ours else _TEXT
         at = f'x="{_MARGIN}" y="{_MARGIN + _LINE * number + 14}"'
         fits = f'textLength="{_CELL * len(line):.1f}"' if line else ""
-        parts.append(f'<text {at} {fits} fill="{colour}" xml:space="preserve">{html.escape(line)}</text>')
+        parts.append(
+            f'<text {at} {fits} fill="{colour}" xml:space="preserve">{html.escape(line)}</text>'
+        )
     return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("picture", type=Path)
     parser.add_argument("--shell", default="bash --norc", help="what runs in the terminal")
     parser.add_argument("--setup", default="", help="commands, each followed by ;")
@@ -111,7 +117,9 @@ def main() -> int:
     parser.add_argument("--columns", type=int, default=92)
     parser.add_argument("commands", nargs="+")
     options = parser.parse_args()
-    lines = record(options.shell, options.setup, options.commands, options.interrupt_at, options.columns)
+    lines = record(
+        options.shell, options.setup, options.commands, options.interrupt_at, options.columns
+    )
     options.picture.write_text(drawn(lines), encoding="utf-8")
     print("\n".join(lines))
     return 0

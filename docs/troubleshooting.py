@@ -39,7 +39,9 @@ def text() -> str:
         parts.append(f"\n## {program}")
         ours = [failure for failure in FAILURES if failure.id.partition("-")[0] == key]
         for failure in sorted(ours, key=lambda each: each.id):
-            parts.append(f"\n### {failure.id}\n\n    {failure.says[0]}\n\n{failure.cause}\n**Fix:** {failure.fix}")
+            parts.append(
+                f"\n### {failure.id}\n\n    {failure.says[0]}\n\n{failure.cause}\n**Fix:** {failure.fix}"
+            )
     return "\n".join(parts) + "\n"
 
 

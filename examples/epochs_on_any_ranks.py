@@ -40,7 +40,9 @@ def main() -> None:
     while sampler.epoch < EPOCHS:
         epoch, done, length = sampler.epoch, sampler.step, sampler.steps_per_epoch
         batches = sampler.batches(loader)  # those that are left of the epoch
-        for inputs, labels in tqdm(batches, f"epoch {epoch}", length, initial=done, disable=rank > 0):
+        for inputs, labels in tqdm(
+            batches, f"epoch {epoch}", length, initial=done, disable=rank > 0
+        ):
             step += 1
             loss = cross_entropy(model(inputs.to(device)), labels.to(device))
             optimizer.zero_grad()

@@ -44,7 +44,9 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     for step in range(1, STEPS + 1):
         batch = torch.randn(BATCH, 32, generator=generator)  # the global batch, on every rank
-        inputs = batch.chunk(dp.size())[dp.get_local_rank()].to(world.device)  # one part per replica
+        inputs = batch.chunk(dp.size())[dp.get_local_rank()].to(
+            world.device
+        )  # one part per replica
         loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()

@@ -16,7 +16,9 @@ import mpiddp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=("nccl", "gloo"))
-    parser.add_argument("--local-rank", "--local_rank", help="set by torch.distributed.launch; ignored")
+    parser.add_argument(
+        "--local-rank", "--local_rank", help="set by torch.distributed.launch; ignored"
+    )
     options = parser.parse_args()
 
     with mpiddp.process_group(backend=options.backend) as world:

@@ -40,7 +40,12 @@ class Option:
     """
 
     def __init__(
-        self, *names: str, value: str = "", parse: Callable[[str], Any] = str, repeats: bool = False, **more: Any
+        self,
+        *names: str,
+        value: str = "",
+        parse: Callable[[str], Any] = str,
+        repeats: bool = False,
+        **more: Any,
     ) -> None:
         self.names, self.also, self.repeats, self._more = names, more.pop("also", ()), repeats, more
         self.value, self.parse = value or "|".join(more.get("choices", ())), parse
@@ -64,7 +69,9 @@ class Option:
         """The value of a text of this source. Raises UserError."""
         try:
             if text not in (choices := self._more.get("choices", [text])):
-                raise argparse.ArgumentTypeError(f"expected {', '.join(choices)}, not {shown(text)!r}")
+                raise argparse.ArgumentTypeError(
+                    f"expected {', '.join(choices)}, not {shown(text)!r}"
+                )
             return self.parse(text)
         except argparse.ArgumentTypeError as error:
             raise UserError(f"{source}: {error}.") from None
@@ -112,13 +119,17 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     elsewhere: Mapping[str, str] = MappingProxyType({})  # hints, by patterns of misplaced options
 
-    def __init__(self, *, allow_abbrev: bool = False, record: type | None = None, **more: Any) -> None:
+    def __init__(
+        self, *, allow_abbrev: bool = False, record: type | None = None, **more: Any
+    ) -> None:
         """`record`: of its options, --help shows the common ones alone, and --help-all shows every option."""
         if record:
             more["add_help"] = False
         super().__init__(allow_abbrev=allow_abbrev, **more)
         if record:
-            self.rare = [name for name, row in options_of(record).items() if not row.metadata["is_common"]]
+            self.rare = [
+                name for name, row in options_of(record).items() if not row.metadata["is_common"]
+            ]
             self.add_argument("-h", "--help", action=_ShortHelp, help="show the most used options")
             self.add_argument("--help-all", action="help", help="show every option")
 
@@ -169,7 +180,9 @@ def add_verbs(parser: argparse.ArgumentParser, verbs: Mapping[str, Verb]) -> Map
     added = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     for name, verb in verbs.items():
         usage = f"{parser.prog} {name} [options] {verb.arguments}" if verb.arguments else None
-        of_verb = added.add_parser(name, help=verb.purpose, description=f"{verb.purpose}.", usage=usage)
+        of_verb = added.add_parser(
+            name, help=verb.purpose, description=f"{verb.purpose}.", usage=usage
+        )
         for option in verb.options:
             option.add_to(of_verb)
     return added.choices
@@ -218,6 +231,8 @@ def as_arguments(actions: Iterable[argparse.Action], values: argparse.Namespace)
             arguments += [flag] if value == action.const != action.default else []
         elif isinstance(value, list):
             arguments += [f"{flag}{'=' * flag.startswith('--')}{item}" for item in value]
-        elif value is not action.default:  # a typed value that equals it takes precedence over the hostfile's
+        elif (
+            value is not action.default
+        ):  # a typed value that equals it takes precedence over the hostfile's
             arguments += [flag, str(value)]
     return arguments

@@ -237,8 +237,13 @@ def of_limit(error: BaseException) -> JobFailed | None:
     if isinstance(error, RuntimeError) and _modules_of(error)[-1:] == ["threading"]:
         number = errno.EAGAIN  # Thread.start has not said so
     if number in _OF_LIMITS:
-        sentence = f"this machine gives no more processes or open files to mpiddp: {os.strerror(number)}."
-        return JobFailed(sentence, fix={errno.EAGAIN: MORE_PROCESSES, errno.EMFILE: "raise ulimit -n"}.get(number, ""))
+        sentence = (
+            f"this machine gives no more processes or open files to mpiddp: {os.strerror(number)}."
+        )
+        return JobFailed(
+            sentence,
+            fix={errno.EAGAIN: MORE_PROCESSES, errno.EMFILE: "raise ulimit -n"}.get(number, ""),
+        )
     return None
 
 

@@ -35,7 +35,9 @@ class RankSource(NamedTuple):
     hides_gpus: bool = False  # each rank may see only its own GPU
     starts_any_program: bool = False  # its ranks need no MPI, if MASTER_ADDR and _PORT are set
     sets: tuple[str, ...] = ()  # the beginnings of the names of all that it sets for its ranks
-    of_a_rank: str = "$"  # a pattern of those that make a process one of its ranks, and are no user's settings
+    of_a_rank: str = (
+        "$"  # a pattern of those that make a process one of its ranks, and are no user's settings
+    )
 
 
 def _mpi(name: str, prefix: str, *mpis: str) -> RankSource:
@@ -62,9 +64,13 @@ _SET_BY_HYDRA = (
 # mpirun that started this process takes precedence over a RANK left over in a shell profile.
 RANK_SOURCES = (
     RankSource("torchrun", ("TORCHELASTIC_RUN_ID",), TORCH, of_a_rank=_OF_TORCHRUN),
-    _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI")._replace(sets=_SET_BY_OPEN_MPI, of_a_rank=_OF_OPEN_MPI),
+    _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI")._replace(
+        sets=_SET_BY_OPEN_MPI, of_a_rank=_OF_OPEN_MPI
+    ),
     _mpi("mvapich2", "MV2_COMM_WORLD", "MVAPICH")._replace(sets=("MV2_COMM_WORLD_", "PMI_")),
-    RankSource("hydra", _HYDRA, (*_PMI, *_HYDRA), _MPICHS, sets=_SET_BY_HYDRA, of_a_rank="PMI_|HYDI_"),
+    RankSource(
+        "hydra", _HYDRA, (*_PMI, *_HYDRA), _MPICHS, sets=_SET_BY_HYDRA, of_a_rank="PMI_|HYDI_"
+    ),
     # IBM Spectrum MPI is an Open MPI.
     _mpi("jsrun", "JSM_NAMESPACE", "Open MPI")._replace(
         hides_gpus=True, starts_any_program=True, sets=("JSM_", *_SET_BY_OPEN_MPI), of_a_rank="JSM_"
@@ -242,7 +248,13 @@ def is_joined(env: Mapping[str, str]) -> bool:
 def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     """Remove the variables of another job, before new ranks inherit them. Returns whether it had joined."""
     channel = (variables.CHANNEL, variables.CHANNEL_SECRET)
-    for name in (*channel, variables.ANNOUNCED, variables.GPUS, variables.LAUNCHER, variables.RUN_DIR):
+    for name in (
+        *channel,
+        variables.ANNOUNCED,
+        variables.GPUS,
+        variables.LAUNCHER,
+        variables.RUN_DIR,
+    ):
         env.pop(name, None)
     was_joined = is_joined(env)
     if was_joined:

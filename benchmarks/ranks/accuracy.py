@@ -79,7 +79,9 @@ class Trial(Trainer):
 
 def trial(config: Config, **settings: Any) -> Ideas:
     """The recipe with these settings; lists become tuples."""
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()
+    }
     return replace(Ideas(**vars(config)), **values)
 
 

@@ -46,7 +46,9 @@ def launcher(ranks: int) -> None:
 
     folder = os.environ["LIGHT_CLIENTS_FOLDER"]
     mpirun = Path(folder, "mpirun")
-    mpirun.write_text(f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n", encoding="utf-8")
+    mpirun.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n", encoding="utf-8"
+    )
     mpirun.chmod(0o755)
     per_host = RANKS_PER_HOST if ranks >= RANKS_PER_HOST else 1
     # Addresses of this machine, so that no name server and no login is in the figures.
@@ -74,7 +76,14 @@ def clients(ranks: int) -> None:
     _agree(clients)
     for step in range(STEPS):
         for client in clients:
-            client.send("progress", step=step, counter=0, own_s=step / 1000, cpu_s=step / 1000, memory=1 << 30)
+            client.send(
+                "progress",
+                step=step,
+                counter=0,
+                own_s=step / 1000,
+                cpu_s=step / 1000,
+                memory=1 << 30,
+            )
     for client in clients:
         client.send("done")
     for client in clients:

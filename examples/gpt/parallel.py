@@ -90,7 +90,9 @@ class Stage(nn.Module):
         return F.linear(self.norm(x), self.table) if self.is_last else x
 
 
-def make_backward(part: nn.Module, mesh: DeviceMesh, options: argparse.Namespace) -> Callable[[Tensor, Tensor], Tensor]:
+def make_backward(
+    part: nn.Module, mesh: DeviceMesh, options: argparse.Namespace
+) -> Callable[[Tensor, Tensor], Tensor]:
     """A function from this rank's tokens and targets to its share of the loss, which leaves gradients.
 
     The share is the sum over this rank's targets by the number of targets of all ranks. So the shares of all

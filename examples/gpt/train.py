@@ -32,7 +32,9 @@ HIGHEST_NORM = 1.0  # of the gradients
 LOG_EVERY = 20  # steps
 EVALUATED_AT_ONCE = 32  # windows; a matter of memory and speed, not of the result
 SAMPLED = 500  # characters
-BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # each stage has parameters of its own
+BY_NAME = StateDictOptions(
+    flatten_optimizer_state_dict=True
+)  # each stage has parameters of its own
 
 
 class Parser(argparse.ArgumentParser):
@@ -134,7 +136,9 @@ def train(options: argparse.Namespace, world: mpiddp.World) -> None:
             ends = step == options.steps
             evaluates = options.pp == 1 and (ends or step % options.evaluate_every == 0)
             if ends or evaluates or step == 1 or step % LOG_EVERY == 0:
-                dist.all_reduce(loss)  # the shares of all ranks; tensor parallel ranks have the same
+                dist.all_reduce(
+                    loss
+                )  # the shares of all ranks; tensor parallel ranks have the same
                 record = {"loss": loss.item() / options.tp, "lr": lr}
                 if evaluates:
                     record["validation_loss"] = validation_loss(part, text, options, sampler)
@@ -163,7 +167,9 @@ def batch(text: Text, options: argparse.Namespace, starts: list[int]) -> tuple[T
 
 
 @torch.no_grad()
-def validation_loss(part: torch.nn.Module, text: Text, options: argparse.Namespace, sampler: mpiddp.Sampler) -> float:
+def validation_loss(
+    part: torch.nn.Module, text: Text, options: argparse.Namespace, sampler: mpiddp.Sampler
+) -> float:
     """Nats per character over the windows of the validation text, side by side. A collective.
 
     Each rank has as many windows, because each pass of a sharded model needs all ranks.
@@ -173,7 +179,9 @@ def validation_loss(part: torch.nn.Module, text: Text, options: argparse.Namespa
     count = len(starts) // sampler.world_size
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for rows in starts[sampler.rank * count :][:count].split(EVALUATED_AT_ONCE):
-        tokens, targets = (numbers.to(device) for numbers in windows(text.validation, rows, options.context))
+        tokens, targets = (
+            numbers.to(device) for numbers in windows(text.validation, rows, options.context)
+        )
         with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
             logits = part(tokens)
         totals[0] += summed_loss(logits.float(), targets)

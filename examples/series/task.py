@@ -76,4 +76,6 @@ def make_data(samples: int) -> TensorDataset:
 def make_model() -> nn.Sequential:
     """A small network with the same weights in every process."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+    )

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from mpiddp.arguments import Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
-from mpiddp.bench.measured_jobs import Jobs, Result, aligned, emit, machine, new_parser, spread, values_of
+from mpiddp.bench.measured_jobs import (
+    Jobs,
+    Result,
+    aligned,
+    emit,
+    machine,
+    new_parser,
+    spread,
+    values_of,
+)
 from mpiddp.errors import print_error
 from mpiddp.hosts.where import FILE, settle
 from mpiddp.text import counted, shown
@@ -37,15 +46,37 @@ def size_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,16})([KMG]?)B?", text.upper(), re.ASCII)
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not MIN_BYTES <= size < 1 << 50:
-        raise argparse.ArgumentTypeError(f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown(text)!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown(text)!r}"
+        )
     return size
 
 
 OPTIONS = [
-    Option("--backend", choices=("gloo", "nccl"), help="one of them (default: both if there are GPUs)"),
-    Option("--max-size", value="SIZE", parse=size_bytes, default="1G", help="largest message (default: 1G)"),
-    Option("--seconds", value="TIME", parse=duration, default=1.0, help="time for each size (default: 1 s)"),
-    Option("--repeats", value="N", parse=whole(1), default=5, help="least repeats of a size (default: 5)"),
+    Option(
+        "--backend", choices=("gloo", "nccl"), help="one of them (default: both if there are GPUs)"
+    ),
+    Option(
+        "--max-size",
+        value="SIZE",
+        parse=size_bytes,
+        default="1G",
+        help="largest message (default: 1G)",
+    ),
+    Option(
+        "--seconds",
+        value="TIME",
+        parse=duration,
+        default=1.0,
+        help="time for each size (default: 1 s)",
+    ),
+    Option(
+        "--repeats",
+        value="N",
+        parse=whole(1),
+        default=5,
+        help="least repeats of a size (default: 5)",
+    ),
 ]
 
 
@@ -90,7 +121,9 @@ def rank(backend: str | None, max_size: int, seconds: float, repeats: int) -> No
 
     # NCCL comes first, because it refuses ranks that share a GPU, before gloo has taken its time.
     automatic = dict.fromkeys([choose_backend(None), "gloo"])
-    points: list[Result] = []  # of each size, with the seconds of each all-reduce on its slowest rank
+    points: list[
+        Result
+    ] = []  # of each size, with the seconds of each all-reduce on its slowest rank
     for name in [backend] if backend else automatic:
         with mpiddp.process_group(backend=name) as world:
             device, size = torch.device(str(world.device)), MIN_BYTES
@@ -100,7 +133,9 @@ def rank(backend: str | None, max_size: int, seconds: float, repeats: int) -> No
                 # All ranks have the same times, and so compute the same count.
                 quickest = max(1e-9, min(_series(numbers, WARMUP, device)))
                 count = max(repeats, min(1000, int(seconds / quickest)))
-                points.append({"backend": name, "bytes": size, "seconds": _series(numbers, count, device)})
+                points.append(
+                    {"backend": name, "bytes": size, "seconds": _series(numbers, count, device)}
+                )
                 size *= STEP
             machines: list[Any] = [None] * world.world_size
             dist.all_gather_object(machines, machine() if world.local_rank == 0 else None)

@@ -46,7 +46,9 @@ class BenchJobFailed(Exception):
         self.code = code
 
 
-def new_parser(prog: str, purpose: str, options: Iterable[Option]) -> tuple[OneSentenceParser, list[argparse.Action]]:
+def new_parser(
+    prog: str, purpose: str, options: Iterable[Option]
+) -> tuple[OneSentenceParser, list[argparse.Action]]:
     """A parser with these options of a benchmark, and its options that are `mpiddp launch`'s."""
     parser = OneSentenceParser(
         prog=prog,
@@ -56,7 +58,10 @@ def new_parser(prog: str, purpose: str, options: Iterable[Option]) -> tuple[OneS
     )
     where = add_options(parser, "where", "how")
     group = parser.add_argument_group("the benchmark")
-    limit, out = "time limit of one job (default: 10m)", "folder of the results (default: bench/<time>-<name>)"
+    limit, out = (
+        "time limit of one job (default: 10m)",
+        "folder of the results (default: bench/<time>-<name>)",
+    )
     for option in (
         *options,
         Option("--timeout", value="TIME", parse=duration, default=600.0, help=limit),
@@ -93,7 +98,9 @@ class Jobs:
         hosts = plan.request.hosts
         if hosts.world_size < least_ranks:
             least = counted(least_ranks, "rank")
-            raise UserError(f"{prog}: it needs at least {least}.", fix=f"-H localhost:{least_ranks}")
+            raise UserError(
+                f"{prog}: it needs at least {least}.", fix=f"-H localhost:{least_ranks}"
+            )
         self._name, self._mpi = _name(prog), plan.starter.name
         # Without the values of -x, which may be secrets.
         self._command_line = shlex.join([*prog.split(), *without_values(argv, values.exports)])
@@ -114,10 +121,14 @@ class Jobs:
 
     def run(self, *job: str) -> Any:
         """The result that rank 0 of a job on all slots has sent. Raises BenchJobFailed, as `output_of`."""
-        [result] = read_results(output_of([*self.command(self.slots), *job], timeout_s=self.timeout_s))
+        [result] = read_results(
+            output_of([*self.command(self.slots), *job], timeout_s=self.timeout_s)
+        )
         return result
 
-    def report(self, options: Mapping[str, Any], measure: Callable[[], Any], table: Callable[[Any], str]) -> int:
+    def report(
+        self, options: Mapping[str, Any], measure: Callable[[], Any], table: Callable[[Any], str]
+    ) -> int:
         """Measure, print and write; return 0, or the exit code of a failed job: 1 or 2.
 
         Raises UserError, before the first measurement, if --out cannot be used, and JobFailed for a bad disk.

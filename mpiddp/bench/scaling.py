@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 
 from mpiddp.arguments import OUT, Option, duration, whole
 from mpiddp.bench.main import BENCHMARKS
-from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, Result, aligned, new_parser, spread, started, values_of
+from mpiddp.bench.measured_jobs import (
+    BenchJobFailed,
+    Jobs,
+    Result,
+    aligned,
+    new_parser,
+    spread,
+    started,
+    values_of,
+)
 from mpiddp.errors import UserError, print_error
 from mpiddp.launch.plan.entrypoint import read_job
 from mpiddp.protocol.channel import VIEW_JOB
@@ -34,9 +43,26 @@ def _numbers(text: str) -> list[int]:
 
 
 OPTIONS = [
-    Option("--ranks", value="N,N", parse=_numbers, help="numbers of ranks (default: 1, 2, 4, … and all slots)"),
-    Option("--rounds", value="N", parse=whole(1), default=3, help="rounds of all numbers of ranks (default: 3)"),
-    Option("--seconds", value="TIME", parse=duration, default=20.0, help="time of steps in each job (default: 20 s)"),
+    Option(
+        "--ranks",
+        value="N,N",
+        parse=_numbers,
+        help="numbers of ranks (default: 1, 2, 4, … and all slots)",
+    ),
+    Option(
+        "--rounds",
+        value="N",
+        parse=whole(1),
+        default=3,
+        help="rounds of all numbers of ranks (default: 3)",
+    ),
+    Option(
+        "--seconds",
+        value="TIME",
+        parse=duration,
+        default=20.0,
+        help="time of steps in each job (default: 20 s)",
+    ),
 ]
 
 
@@ -114,7 +140,9 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
                 break
             time.sleep(_POLL_S)
     # The steps of each rank, and their seconds.
-    made = [(last[rank].step - began.step, last[rank].at - began.at) for rank, began in first.items()]
+    made = [
+        (last[rank].step - began.step, last[rank].at - began.at) for rank, began in first.items()
+    ]
     if not made or min(made)[0] < 1:
         newest = max((report.step for report in last.values()), default=0)
         raise BenchJobFailed(
@@ -139,5 +167,7 @@ def table(results: dict[str, list[Result]]) -> str:
         ratios = [a / b for a, b in zip(speeds[ranks], speeds[smallest], strict=True)]
         cells = (str(ranks), str(hosts[ranks]), spread(speeds[ranks], ".3g"))
         rows.append([*cells, spread(ratios, ".3f")])
-    title = "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
+    title = (
+        "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
+    )
     return f"{title}\n\n{aligned(('ranks', 'hosts', 'steps/s', 'efficiency'), rows)}"

@@ -107,7 +107,10 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
         for rank, tree in by_rank.items():
             for key, entry in tree.items() if kind in state.DICTS else enumerate(tree):
                 by_key[key][rank] = entry
-        items = {key: merged(of_key, (*path, key), is_partial=is_partial) for key, of_key in by_key.items()}
+        items = {
+            key: merged(of_key, (*path, key), is_partial=is_partial)
+            for key, of_key in by_key.items()
+        }
         return state.as_kind_of(value, items) if kind in state.DICTS else kind(items.values())
 
     union.tree = merged(trees, ())
@@ -221,7 +224,9 @@ def compare_values(run: Run, flat: FlatState) -> None:
             )
 
 
-def _odd_ones(by_rank: Sequence[tuple[Mapping[str, int], set[str]]], turn: int) -> list[tuple[str, int, list[int]]]:
+def _odd_ones(
+    by_rank: Sequence[tuple[Mapping[str, int], set[str]]], turn: int
+) -> list[tuple[str, int, list[int]]]:
     """The tensors that differ, the lowest rank that has each, and the ranks that have another one.
 
     If some of the tensors are never rounded, these alone. Otherwise, each turn begins with others.

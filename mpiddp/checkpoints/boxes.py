@@ -116,7 +116,10 @@ class Copies:
         rows, end = dict[str, Any](), 0
         notes: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}}
         for box, values in boxes:
-            code, part = CODES.get(values.dtype), tuple(values.shape)  # less than the box's, if it is expanded
+            code, part = (
+                CODES.get(values.dtype),
+                tuple(values.shape),
+            )  # less than the box's, if it is expanded
             start, end = end, end + values.numel() * values.element_size()
             name = _name_of(box)
             shape = part if code else (end - start,)
@@ -162,7 +165,9 @@ def _is_finite(value: Tensor) -> bool:
 # The boxes of a rank
 
 
-def boxes_of(flat: FlatState, union: Union, rank: int, *, is_writer: bool) -> list[tuple[Box, Tensor]]:
+def boxes_of(
+    flat: FlatState, union: Union, rank: int, *, is_writer: bool
+) -> list[tuple[Box, Tensor]]:
     """The boxes that this rank saves, with their tensors."""
     pairs = []
     for path, tensor in flat.tensors.items():

@@ -23,7 +23,16 @@ from typing import Any
 from urllib.parse import quote
 
 from mpiddp.checkpoints import folders
-from mpiddp.checkpoints.folders import CHECKPOINTS, COMPLETE, PINS, RECORDS, REWIND, BrokenCheckpoint, RunDir, step_of
+from mpiddp.checkpoints.folders import (
+    CHECKPOINTS,
+    COMPLETE,
+    PINS,
+    RECORDS,
+    REWIND,
+    BrokenCheckpoint,
+    RunDir,
+    step_of,
+)
 from mpiddp.checkpoints.retention import Wishes, remove_unless_held, surplus
 from mpiddp.errors import UserError
 
@@ -75,7 +84,9 @@ class Bucket:
         """The local folder of a checkpoint, which is downloaded if it is not there. Raises OSError."""
         local = run / CHECKPOINTS / name
         local.parent.mkdir(parents=True, exist_ok=True)
-        with (local.parent / ".fetching").open("ab") as one_by_one:  # the ranks of a host, or of a shared home
+        with (local.parent / ".fetching").open(
+            "ab"
+        ) as one_by_one:  # the ranks of a host, or of a shared home
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(one_by_one, fcntl.LOCK_EX)
             if self._has(local) and folders.is_verified(local) and _is_whole(local):

@@ -101,7 +101,9 @@ class Checkpoints:
         path = local_path(folder) if self._bucket else Path(folder)
         run_dir = RunDir(path.absolute())  # the script may change the working folder
         self._records = RunRecords(run_dir, best[0] if best else "", settings)
-        self._options = RunOptions(folder, every, timeout_s, keep, keep_every, best, saves_nan, on_save_error)
+        self._options = RunOptions(
+            folder, every, timeout_s, keep, keep_every, best, saves_nan, on_save_error
+        )
         self._coordinator = _script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
@@ -221,7 +223,10 @@ class Checkpoints:
             with self._opening("save()") as run, run.together(), named_by(""):
                 if folders := list_steps(self._records.dir.checkpoints):
                     sentence = f"{self._records.dir} has {folders[-1].name} of an earlier run."
-                    raise UserError(sentence, fix="call resume() before the first save(), or name another folder")
+                    raise UserError(
+                        sentence,
+                        fix="call resume() before the first save(), or name another folder",
+                    )
         assert self._run is not None
         save(self._run, step, flat, of_rank)
 
@@ -296,7 +301,9 @@ class Checkpoints:
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)
-            self._records.add_event(event="started", step=max(run.step, 0), hosts=hosts, versions=versions)
+            self._records.add_event(
+                event="started", step=max(run.step, 0), hosts=hosts, versions=versions
+            )
         atexit.register(self._end_at_exit)
 
 
@@ -317,7 +324,9 @@ def _script_coordinator(finish: Callable[[], None]) -> Coordinator:
         has_store = session.coordinator.connection or os.environ.get(AGENT_STORE) == "True"
         if dist.is_initialized() and not has_store:
             sentence = "mpiddp.Checkpoints comes after init_process_group, so the two would have no common store."
-            raise UserError(sentence, fix="create it before, or start the script with mpiddp run or torchrun")
+            raise UserError(
+                sentence, fix="create it before, or start the script with mpiddp run or torchrun"
+            )
         enter_until_exit(join(world))
     session.progress.before_leaving.append(finish)
     return session.coordinator

@@ -23,7 +23,9 @@ from mpiddp.files import read_limited
 _NUMPY_KIND = "MT19937"  # numpy's global generator, unless a script replaces it
 
 
-def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0, held: object = None) -> Resumed:
+def read(
+    files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0, held: object = None
+) -> Resumed:
     """Read the files of a checkpoint, by their names, and restore the random numbers of `rank`, if any.
 
     The mapped tensors keep `held` alive.
@@ -47,7 +49,9 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0, held
     except OSError as error:
         raise cause_of(error)(f"{folder} cannot be read: {reason_of(error)}.") from None
     except Exception as error:  # the files fit their hashes, so another program has written them
-        problem = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
+        problem = (
+            f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
+        )
         raise UserError(f"{folder} was not written by this version of mpiddp: {problem}.") from None
 
 
@@ -97,7 +101,11 @@ def _joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype) ->
 
 def rng_states(local_rank: int) -> dict[str, Any]:
     """The states of Python, torch, numpy, and of each GPU if this process uses GPUs."""
-    states: dict[str, Any] = {"local_rank": local_rank, "python": random.getstate(), "torch": torch.get_rng_state()}
+    states: dict[str, Any] = {
+        "local_rank": local_rank,
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+    }
     gpu = torch.accelerator.current_accelerator()
     if gpu and (gpus := torch.get_device_module(gpu)).is_initialized():
         states[gpu.type] = gpus.get_rng_state_all()

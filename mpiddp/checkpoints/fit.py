@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mpiddp.checkpoints.state import LISTS, Keys, ShardedValue, as_kind_of, is_sharded, leaves, mapped, shown_path
+from mpiddp.checkpoints.state import (
+    LISTS,
+    Keys,
+    ShardedValue,
+    as_kind_of,
+    is_sharded,
+    leaves,
+    mapped,
+    shown_path,
+)
 from mpiddp.errors import UserError
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import listed
@@ -93,7 +102,9 @@ class Fit:
         if self.module is not None:
             from torch.distributed.checkpoint import state_dict as torch_states
 
-            options = torch_states.StateDictOptions(flatten_optimizer_state_dict=_is_flat(self.entry))
+            options = torch_states.StateDictOptions(
+                flatten_optimizer_state_dict=_is_flat(self.entry)
+            )
             torch_states.set_optimizer_state_dict(self.module, self.target, state, options=options)
         else:
             self.target.load_state_dict(state)
@@ -155,7 +166,8 @@ class Fit:
         fits = {
             name: value
             for name, value in entry.items()
-            if name in tensors and getattr(value, "shape", None) == getattr(tensors[name], "shape", None)
+            if name in tensors
+            and getattr(value, "shape", None) == getattr(tensors[name], "shape", None)
         }
         rest = sorted({*tensors, *entry} - fits.keys())
         if not fits:
@@ -190,13 +202,17 @@ class Fit:
     def _match_names(self, saved: set[str], trained: set[int]) -> None:
         """Find the module whose parameters have these names. `trained`: the ids of the optimizer's."""
         for module in self.modules:
-            parameters = {bare_name(name): parameter for name, parameter in module.named_parameters()}
+            parameters = {
+                bare_name(name): parameter for name, parameter in module.named_parameters()
+            }
             if trained <= {id(parameter) for parameter in parameters.values()}:
                 break
         else:
             raise UserError("its state is by parameter names: load its model in the same call")
         self.module = module
-        names = {name: parameter for name, parameter in parameters.items() if id(parameter) in trained}
+        names = {
+            name: parameter for name, parameter in parameters.items() if id(parameter) in trained
+        }
         self.likes = {("state", name): parameter for name, parameter in names.items()}
         if missing := names.keys() - saved:
             raise UserError(f"it has no state of {listed(sorted(missing), _MAX_NAMES)}")
@@ -231,7 +247,9 @@ def _prefixes_of_own_loads(module: Module) -> Iterator[str]:
         hooks = getattr(part, "_load_state_dict_pre_hooks", {}).values()
         codes = (getattr(hook, "hook", hook) for hook in hooks)  # torch wraps the hook of a module
         is_own = not code.startswith(("torch.nn.modules", "torch.nn.parallel"))
-        if is_own or any(not str(getattr(code, "__module__", "torch")).startswith("torch") for code in codes):
+        if is_own or any(
+            not str(getattr(code, "__module__", "torch")).startswith("torch") for code in codes
+        ):
             yield start
         if type(part).set_extra_state is not Module.set_extra_state:
             yield f"{start}_extra_state"
@@ -255,7 +273,9 @@ def like_of(path: Keys, likes: Mapping[Keys, Any]) -> Any:
     return likes.get(("state", _name_in(path[0]))) if like is None and path else like
 
 
-def placed(entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False, is_optimizer: bool = False) -> Any:
+def placed(
+    entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False, is_optimizer: bool = False
+) -> Any:
     """The entry with tensors that are sharded, or whole, as those of the object are. Not a collective.
 
     With `owns`, the object keeps the tensors, so those on the CPU are copied out of their files. The state of

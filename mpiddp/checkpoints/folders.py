@@ -193,7 +193,9 @@ def checkpoints_at(path: Path) -> list[Path]:
         return [path.resolve()]
     is_there = path.exists()
     problem = "contains no checkpoints" if is_there else f"not found (looked in {Path.cwd()})"
-    raise UserError(f"{path} {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint.")
+    raise UserError(
+        f"{path} {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
+    )
 
 
 # Written
@@ -220,7 +222,10 @@ class NewFolder:
     def seal(self, hashes: Mapping[str, str]) -> None:
         """Add the manifest and COMPLETE. A file whose SHA-256 is not in `hashes`, by its name, is read."""
         manifest = {
-            file.name: {"bytes": file.stat().st_size, "sha256": hashes.get(file.name) or _sha256(file)}
+            file.name: {
+                "bytes": file.stat().st_size,
+                "sha256": hashes.get(file.name) or _sha256(file),
+            }
             for file in sorted(self.path.iterdir())
         }
         text = json.dumps(manifest, indent=1).encode()
@@ -384,5 +389,7 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
         raise BrokenCheckpoint(folder, f"{file} is not a table of files") from None
     for name in entries:
         if "/" in name:  # it could lead out of the folder
-            raise BrokenCheckpoint(folder, f'{file} lists "{shown(name)}", which is not the name of a file')
+            raise BrokenCheckpoint(
+                folder, f'{file} lists "{shown(name)}", which is not the name of a file'
+            )
     return entries

@@ -25,7 +25,9 @@ from mpiddp.text import listed, size_text
 
 def main(argv: list[str]) -> int:
     """Run `mpiddp checkpoints ARGV`. The exit code is 1 if `verify` finds a broken checkpoint, else 0."""
-    parser = OneSentenceParser(prog="mpiddp checkpoints", description="Look after the checkpoints of a run.")
+    parser = OneSentenceParser(
+        prog="mpiddp checkpoints", description="Look after the checkpoints of a run."
+    )
     add_verbs(parser, VERBS)
     options = parser.parse_args(argv)
     with named_by(""):
@@ -89,7 +91,9 @@ def _prune(options: argparse.Namespace) -> int:
     if place.bucket:
         raise UserError(f"{path}: prune expects a local folder: the run prunes its bucket.")
     if place.checkpoints == [Path(path).resolve()]:
-        raise UserError(f"{path} is one checkpoint. Expected a run's folder or a folder of checkpoints.")
+        raise UserError(
+            f"{path} is one checkpoint. Expected a run's folder or a folder of checkpoints."
+        )
     wishes = place.wishes()
     if options.keep is not None:
         wishes = replace(wishes, keep=options.keep)
@@ -123,21 +127,36 @@ def _export(options: argparse.Namespace) -> int:
             signal.signal(ending, lambda number, _: sys.exit(128 + number))
     saved = export(options.dir, Path(options.out), options.to)
     name = folders.name_of_step(saved.step)
-    print(f"checkpoint {name}: written to {Path(options.out)} as {options.to}, with {listed(list(saved.state))}")
+    print(
+        f"checkpoint {name}: written to {Path(options.out)} as {options.to}, with {listed(list(saved.state))}"
+    )
     return 0
 
 
-_DIR = Option("dir", value="DIR", help="a run's folder, or one of checkpoints, a checkpoint, or an address of these")
+_DIR = Option(
+    "dir",
+    value="DIR",
+    help="a run's folder, or one of checkpoints, a checkpoint, or an address of these",
+)
 _STEP = Option("step", value="STEP", parse=whole(0), help="its step")
-_KEEP = Option("--keep", value="N", parse=whole(1), help="number of verified checkpoints (default: as the run does)")
+_KEEP = Option(
+    "--keep",
+    value="N",
+    parse=whole(1),
+    help="number of verified checkpoints (default: as the run does)",
+)
 _OUT = Option("out", value="OUT", help="a new folder for the checkpoint")
-_FORMATS = "torch (files for torch.load, the default), dcp (torch.distributed.checkpoint) or safetensors"
+_FORMATS = (
+    "torch (files for torch.load, the default), dcp (torch.distributed.checkpoint) or safetensors"
+)
 _TO = Option("--to", choices=("torch", "dcp", "safetensors"), default="torch", help=_FORMATS)
 _WHOLE = "Write a checkpoint with every tensor in one piece, for other programs"
 
 VERBS = {
     "list": Verb("Print name, size, time and state of each checkpoint", _list, [_DIR]),
-    "verify": Verb("Verify every file against its SHA-256; exit code 1 if one is broken", _verify, [_DIR]),
+    "verify": Verb(
+        "Verify every file against its SHA-256; exit code 1 if one is broken", _verify, [_DIR]
+    ),
     "pin": Verb("Keep a checkpoint from being removed", _mark, [_DIR, _STEP]),
     "rewind": Verb("Let the next resume of the run begin at a step, once", _mark, [_DIR, _STEP]),
     "prune": Verb("Remove the checkpoints that the run would not keep", _prune, [_DIR, _KEEP]),

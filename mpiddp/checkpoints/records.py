@@ -41,7 +41,9 @@ class RunRecords:
         has_recorded: the script calls `mpiddp.log_metrics` on this rank, whether it writes or not.
     """
 
-    def __init__(self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None
+    ) -> None:
         self.dir, self._metric, self.config, self.first = run, metric, config or {}, 0
         self.scores: dict[int, float] = {}
         self._is_writer = self.has_started = False
@@ -49,7 +51,12 @@ class RunRecords:
 
     def start(self, step: int, *, is_writer: bool) -> None:
         """Take records from now on, and drop those after `step`, -1 for none, which the run repeats."""
-        self._is_writer, self.has_started, self.first, path = is_writer, True, step + 1, self.dir.metrics
+        self._is_writer, self.has_started, self.first, path = (
+            is_writer,
+            True,
+            step + 1,
+            self.dir.metrics,
+        )
         self.scores = {at: score for at, score in self.scores.items() if at <= step}
         if not is_writer:
             return
@@ -88,7 +95,9 @@ class RunRecords:
     def began_at(self) -> float:
         """When the run began, in seconds since 1970: the time of its first event."""
         with contextlib.suppress(OSError), self.dir.attempts.open("rb") as lines:
-            return next((record["at"] for record in map(_record_in, lines) if "at" in record), time.time())
+            return next(
+                (record["at"] for record in map(_record_in, lines) if "at" in record), time.time()
+            )
         return time.time()
 
     def _warn(self, error: OSError) -> None:
@@ -129,7 +138,9 @@ def run_dir() -> Path:
     """
     runs = open_runs()
     if not runs:
-        raise UserError("there is no folder of a run yet.", fix="create one first: mpiddp.Checkpoints('runs/a')")
+        raise UserError(
+            "there is no folder of a run yet.", fix="create one first: mpiddp.Checkpoints('runs/a')"
+        )
     return runs[0].dir.path
 
 
@@ -205,4 +216,6 @@ def _plain(name: str, value: Any) -> Any:
         return None
     if type(value) in _SCALARS:
         return value
-    raise TypeError(f"mpiddp.log_metrics: {name}: expected a number or a string, not {type(value).__name__}")
+    raise TypeError(
+        f"mpiddp.log_metrics: {name}: expected a number or a string, not {type(value).__name__}"
+    )

@@ -87,7 +87,9 @@ def list_copies(run: Run) -> tuple[int, list[Copy]]:
         if run.local_rank == 0:
             here = [copy_at(run, folder) for folder in folders.list_steps(root)]
             # A host that was away during a rewind has them still. The same bits may have been saved again.
-            gone = {copy_at(run, folder).save_id for folder in folders.list_steps(root, set_aside=True)}
+            gone = {
+                copy_at(run, folder).save_id for folder in folders.list_steps(root, set_aside=True)
+            }
             aside = gone - {copy.save_id for copy in here} - {""}
             step = int(read_file(run.dir.path, REWIND) or -1)
             pins = pinned_in(run.dir.path)
@@ -235,7 +237,9 @@ def require_same_run(run: Run, chosen: Copy, resumed: Resumed) -> None:
     path, saved, config = from_here(chosen.path), resumed.about.config, run.records.config
     if chosen.step != resumed.step:
         name = name_of_step(resumed.step)
-        raise UserError(f"{path} is the checkpoint of step {resumed.step}.", fix=f"rename it to {name}")
+        raise UserError(
+            f"{path} is the checkpoint of step {resumed.step}.", fix=f"rename it to {name}"
+        )
     names = sorted(saved.keys() | config.keys())
     pairs = [(name, saved.get(name), config.get(name)) for name in names]
     if different := [f"{name} {old!r}, now {new!r}" for name, old, new in pairs if old != new]:

@@ -73,7 +73,9 @@ class Resumed:
         where = f"the checkpoint of step {self.step}"
         for name in objects:
             if name not in self.state:
-                raise UserError(f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}.")
+                raise UserError(
+                    f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}."
+                )
         modules = [target for target in objects.values() if isinstance(target, Module)]
         partial = frozenset(map(tuple, self.about.partial))
         name, fits = "", list[Fit]()

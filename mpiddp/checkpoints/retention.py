@@ -77,7 +77,10 @@ def read_file(run: Path, name: str) -> bytes:
 
 
 def surplus(
-    checkpoints: Sequence[Path], aside: Sequence[Path], wishes: Wishes, is_good: Callable[[Path], bool]
+    checkpoints: Sequence[Path],
+    aside: Sequence[Path],
+    wishes: Wishes,
+    is_good: Callable[[Path], bool],
 ) -> list[Path]:
     """The checkpoints, and those set `aside`, that no wish keeps. Both come the oldest first.
 
@@ -98,7 +101,9 @@ def prune(root: Path, wishes: Wishes, *, is_good: Callable[[Path], bool]) -> lis
     """Remove what no wish keeps, unless a reader holds it, and return what was removed."""
     aside = folders.list_steps(root, set_aside=True)
     rest = surplus(folders.list_steps(root), aside, wishes, is_good)
-    rest += root.glob(folders.hidden(root, "received-*").name)  # shards of other hosts, for a resume
+    rest += root.glob(
+        folders.hidden(root, "received-*").name
+    )  # shards of other hosts, for a resume
     return [folder for folder in rest if remove_unless_held(folder)]
 
 

@@ -63,7 +63,9 @@ class RunLock:
                 self._file.close()
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
-                sentence = f"{run}: {holder} writes there. Wait for its end, or name another folder."
+                sentence = (
+                    f"{run}: {holder} writes there. Wait for its end, or name another folder."
+                )
                 raise (JobFailed if is_restart(os.environ) else UserError)(sentence) from None
             log.warning(
                 f"warning: {run}: its file system has no locks ({error.strerror}). "
@@ -100,7 +102,9 @@ def _holder(file: BinaryIO) -> str:
 class RunOptions:
     """The arguments of `Checkpoints`, see there, but for its config. They have to be the same on all ranks."""
 
-    folder: str | os.PathLike[str]  # as the script names it, because its real path may differ between hosts
+    folder: (
+        str | os.PathLike[str]
+    )  # as the script names it, because its real path may differ between hosts
     every: int | str | None
     timeout_s: float
     keep: int
@@ -132,11 +136,21 @@ class Run:
     """
 
     def __init__(
-        self, records: RunRecords, coordinator: Coordinator, options: RunOptions, storage: Bucket | None, call: str
+        self,
+        records: RunRecords,
+        coordinator: Coordinator,
+        options: RunOptions,
+        storage: Bucket | None,
+        call: str,
     ) -> None:
         """Create the folder on every host, and become its owner. All ranks must make this `call`."""
         self.dir = run_dir = records.dir
-        self.records, self.coordinator, self.options, self.storage = records, coordinator, options, storage
+        self.records, self.coordinator, self.options, self.storage = (
+            records,
+            coordinator,
+            options,
+            storage,
+        )
         self.timeout_s = None if storage else options.timeout_s
         self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
         assert coordinator.world.local_rank is not None, "the ranks have joined"
@@ -158,7 +172,9 @@ class Run:
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
                 sentence = f"{run_dir} has a {run_dir.metrics.name} of another program."
                 raise UserError(sentence, fix="name another folder")
-            self._created = [path for path in (run_dir.checkpoints, run_dir.path) if not path.exists()]
+            self._created = [
+                path for path in (run_dir.checkpoints, run_dir.path) if not path.exists()
+            ]
             run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         try:
             self.writer_of = self._find_writers()
@@ -193,7 +209,9 @@ class Run:
         if not announced:
             return
         root = self.dir.checkpoints
-        answers = self.gather([announced == str(self.dir.path), root.exists(), bool(folders.list_steps(root))])
+        answers = self.gather(
+            [announced == str(self.dir.path), root.exists(), bool(folders.list_steps(root))]
+        )
         is_same, is_there, has_steps = map(any, zip(*answers, strict=True))
         if is_same:  # on one rank at least: links may give it other names on the other hosts
             if not is_there:  # its file server may be away

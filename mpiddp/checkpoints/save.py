@@ -124,7 +124,9 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     words = [Word(*row) for row in rows]
     calls = ["close()" if word.step is None else f"save({word.step}, …)" for word in words]
     if different := run.coordinator.different(calls):
-        raise UserError(f"the ranks save different steps: {different}.", fix="save one step on all ranks")
+        raise UserError(
+            f"the ranks save different steps: {different}.", fix="save one step on all ranks"
+        )
     problems = [word.problem for word in words]
     if any(problems) and (run.options.on_save_error == "stop" or step is None):
         raise JobFailed("\n".join(run.coordinator.sentences(problems)))
@@ -238,7 +240,12 @@ class Save:
             raise ValueError(not_finite) if run.rank == 0 or not self.has_shards else JobFailed("")
         receivers = receivers_of(run.writer_of)
         self.shards = [
-            Transfer(rank, self.new.path / folders.shard_of(rank), folders.Entry(*shard), (receivers[rank],))
+            Transfer(
+                rank,
+                self.new.path / folders.shard_of(rank),
+                folders.Entry(*shard),
+                (receivers[rank],),
+            )
             for rank, (shard, _) in enumerate(reports)
             if shard
         ]

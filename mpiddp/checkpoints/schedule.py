@@ -18,7 +18,13 @@ class SaveSchedule:
     """
 
     def __init__(
-        self, interval: int | float | None, coordinator: Coordinator, step: int, *, is_new: bool, timeout_s: float
+        self,
+        interval: int | float | None,
+        coordinator: Coordinator,
+        step: int,
+        *,
+        is_new: bool,
+        timeout_s: float,
     ) -> None:
         self._interval, self._coordinator, self._timeout_s = interval, coordinator, timeout_s
         self._start = self._previous = step

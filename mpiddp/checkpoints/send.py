@@ -62,7 +62,9 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
         for tag, transfer in enumerate(transfers)
         if transfer.source == rank or rank in transfer.receivers
     ]
-    for start in range(0, max([transfer.entry.bytes for _, transfer, _ in files], default=0), CHUNK_BYTES):
+    for start in range(
+        0, max([transfer.entry.bytes for _, transfer, _ in files], default=0), CHUNK_BYTES
+    ):
         works, parts = [], []
         for tag, transfer, file in files:
             if (left := transfer.entry.bytes - start) <= 0:
@@ -98,7 +100,10 @@ def receivers_of(writer_of: Sequence[int]) -> list[int]:
     Hosts without a shared file system form a ring, in which each also keeps the shards of the host before
     it. So the loss of one host loses nothing. A single host is a ring of itself.
     """
-    hosts = [[rank for rank, other in enumerate(writer_of) if other == writer] for writer in sorted(set(writer_of))]
+    hosts = [
+        [rank for rank, other in enumerate(writer_of) if other == writer]
+        for writer in sorted(set(writer_of))
+    ]
     receivers = {
         rank: there[index % len(there)]
         for here, there in zip(hosts, [*hosts[1:], hosts[0]], strict=True)

@@ -122,7 +122,9 @@ class ShardedValue:
             raise UserError(f"a tensor of shape {list(self.shape)} was saved as {self.placements}")
         dims = self.placements if fits else [None] * mesh.ndim
         places = [Shard(dim) if isinstance(dim, int) else Replicate() for dim in dims]
-        return self._filled(empty(self.shape, dtype=self.dtype, device_mesh=mesh, placements=places))
+        return self._filled(
+            empty(self.shape, dtype=self.dtype, device_mesh=mesh, placements=places)
+        )
 
     def _filled(self, target: Tensor) -> Tensor:
         """The target, into which this rank's part is read."""
@@ -173,7 +175,9 @@ class FlatState:
     def with_tensors(self, values: Iterable[Any]) -> dict[str, Any]:
         """The state with these values in the places of its tensors, in their order."""
         rest = iter(values)
-        filled: dict[str, Any] = mapped(self.tree, lambda _, value: next(rest) if type(value) is torch.dtype else value)
+        filled: dict[str, Any] = mapped(
+            self.tree, lambda _, value: next(rest) if type(value) is torch.dtype else value
+        )
         return filled
 
     def _flatten(self, path: Keys, value: Any) -> Any:
@@ -208,7 +212,9 @@ class FlatState:
                 "of these: convert it, for example with .tolist() or .state_dict()",
             )
         if kind is int and (bits := value.bit_length()) > _MAX_BITS:
-            problem = f"cannot save an int of {bits} bits. Expected {_MAX_BITS} or fewer: convert it"
+            problem = (
+                f"cannot save an int of {bits} bits. Expected {_MAX_BITS} or fewer: convert it"
+            )
             self._refuse(path, problem)
         return value
 

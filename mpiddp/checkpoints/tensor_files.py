@@ -87,7 +87,9 @@ def read_tensors(path: Path, held: object = None) -> tuple[dict[str, Tensor], di
         header = json.loads(file.read(length))
     content, tensors = _mapped(path, size), {}
     if not isinstance(content, bytearray):
-        weakref.finalize(content, id, held)  # a finalizer keeps its arguments alive, and the tensors the content
+        weakref.finalize(
+            content, id, held
+        )  # a finalizer keeps its arguments alive, and the tensors the content
     notes = json.loads(header.pop("__metadata__", {}).get("mpiddp", "{}"))
     for name, about in header.items():
         start, end = (8 + length + offset for offset in about["data_offsets"])

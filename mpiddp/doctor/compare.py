@@ -79,7 +79,11 @@ def gpus(gpus: Mapping[str, Sequence[Gpu]]) -> Iterator[Finding]:
     if fact := differences("the number of GPUs", {name: len(rows) for name, rows in gpus.items()}):
         yield FAIL, fact, "see nvidia-smi and dmesg there: a GPU may have fallen off the bus"
     for field, status, fix in (("name", WARN, ""), ("driver", FAIL, "install the same driver")):
-        values = {name: all_of(sorted({getattr(gpu, field) for gpu in rows})) for name, rows in gpus.items() if rows}
+        values = {
+            name: all_of(sorted({getattr(gpu, field) for gpu in rows}))
+            for name, rows in gpus.items()
+            if rows
+        }
         if fact := differences(f"the {field} of the GPUs", values):
             yield status, fact, fix
     for name, rows in gpus.items():

@@ -74,10 +74,14 @@ def main(argv: list[str]) -> int:
             print(text(new), flush=True)
 
     with closing(Logins()) as logins:
-        checked = job_plan.run_preflight(launch, hosts, starter, Environment.of(os.environ, launch.settings), logins)
+        checked = job_plan.run_preflight(
+            launch, hosts, starter, Environment.of(os.environ, launch.settings), logins
+        )
         add(_of_preflight(checked, starter.name))
         if not options.quick:
-            ask = partial(ask_hosts, python=str(job_plan.PYTHON), transport=hosts.transport, logins=logins)
+            ask = partial(
+                ask_hosts, python=str(job_plan.PYTHON), transport=hosts.transport, logins=logins
+            )
             asked = [host for host in hosts.usable if host not in checked.silent]
             library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
             library = library or str(starter.libmpi or "")
@@ -140,7 +144,10 @@ def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
     fact = can_start if checked.infos else "no other host was to be asked"
     lines = lines or [Line("preflight", OK, f"{fact}, with {mpi}")]
     notes = [
-        (WARN, fact.rstrip("."), fix) for texts in checked.notes.values() for text in texts for fact, fix in parts(text)
+        (WARN, fact.rstrip("."), fix)
+        for texts in checked.notes.values()
+        for text in texts
+        for fact, fix in parts(text)
     ]
     gpus = {host.name: gpus for host, gpus in checked.gpus.items()}
     alike = "the same on every host, unused and without errors"
@@ -156,7 +163,9 @@ def _folders(options: argparse.Namespace) -> list[str]:
     return [folder, *([] if options.data is None else [str(Path(folder, options.data))])]
 
 
-def _facts_program(options: argparse.Namespace, hosts: Hosts, folders: Sequence[str], library: str) -> str:
+def _facts_program(
+    options: argparse.Namespace, hosts: Hosts, folders: Sequence[str], library: str
+) -> str:
     """The program that prints a host's facts. `library` is the path of MPI's, "" if mpi4py finds it."""
     script, folder = options.script or "", folders[0]
     wanted = {
@@ -184,7 +193,9 @@ def _of_facts(facts: compare.Facts, folders: Sequence[str], every: str) -> list[
     ]
 
 
-def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str], start_s: float) -> list[Line]:
+def _pairs(
+    ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str], start_s: float
+) -> list[Line]:
     """The lines about pairs of hosts that do not reach each other. All directions are tried at once."""
     if len(hosts) < 2:
         return []
@@ -221,7 +232,9 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
                 return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
         _, proof, printed = stdout.rpartition(trial_job.PROOF)
         if launcher.returncode != DONE or not proof:
-            return Line("job", FAIL, f"exit code {launcher.returncode}: {why_failed(report, stderr)}", fix)
+            return Line(
+                "job", FAIL, f"exit code {launcher.returncode}: {why_failed(report, stderr)}", fix
+            )
     ranks = json.loads(printed.splitlines()[0])
     if wrong := [rank["hostname"] for rank in ranks if rank["wrong"]]:
         return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix)

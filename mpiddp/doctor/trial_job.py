@@ -28,7 +28,11 @@ def main() -> None:
         began = time.perf_counter()
         dist.all_reduce(values)
         wrong = int((values != size * (size + 1) / 2).sum())
-        facts = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": time.perf_counter() - began}
+        facts = {
+            "hostname": socket.gethostname(),
+            "wrong": wrong,
+            "seconds": time.perf_counter() - began,
+        }
         ranks: list[Any] = [None] * size
         dist.all_gather_object(ranks, facts)
         if world.rank == 0:

@@ -30,7 +30,12 @@ class Fault:
     fewer: int = 0
 
 
-FAULTS = (Fault("kill"), Fault("sigterm", signal.SIGTERM), Fault("flip", flips=True), Fault("fewer", fewer=1))
+FAULTS = (
+    Fault("kill"),
+    Fault("sigterm", signal.SIGTERM),
+    Fault("flip", flips=True),
+    Fault("fewer", fewer=1),
+)
 NAMES = tuple(fault.name for fault in FAULTS)
 UNDISTURBED = Fault("undisturbed", number=0)
 

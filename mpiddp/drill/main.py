@@ -112,7 +112,12 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, Drill]:
     for option in (
         Option("--steps", value="N", parse=whole(2), default=0, help=steps),
         Option("--only", value="FAULT,FAULT", parse=_faults, default=FAULTS, help=only),
-        Option("--seed", value="K", parse=whole(0), help="seed of the steps and ranks (default: random)"),
+        Option(
+            "--seed",
+            value="K",
+            parse=whole(0),
+            help="seed of the steps and ranks (default: random)",
+        ),
         Option("--work", value="DIR", help=work),
         Option("--json", help="print the results as JSON"),
     ):
@@ -144,7 +149,9 @@ def _drill(values: argparse.Namespace, launch: list[str]) -> Drill:
 def _faults(text: str) -> tuple[Fault, ...]:
     names = text.split(",")
     if wrong := [name for name in names if name not in (*NAMES, "none")]:
-        raise argparse.ArgumentTypeError(f'"{wrong[0]}" is not a fault. Expected: {", ".join(NAMES)}')
+        raise argparse.ArgumentTypeError(
+            f'"{wrong[0]}" is not a fault. Expected: {", ".join(NAMES)}'
+        )
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 

@@ -18,7 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from mpiddp.checkpoints.fit import bare_name
 from mpiddp.drill.faults import FIRED, PLAN, FaultPlan

@@ -114,7 +114,9 @@ class Drill:
             ended.append(run("resume", fewer=fault.fewer))
         return Rehearsal(injected, ended, time.monotonic() - since, read(records))
 
-    def _run(self, folder: Path, limit_s: float, label: str, *, sends: bool = False, fewer: int = 0) -> Ended:
+    def _run(
+        self, folder: Path, limit_s: float, label: str, *, sends: bool = False, fewer: int = 0
+    ) -> Ended:
         """Run the command for `limit_s` at most, with so many ranks less; keep its output in `folder`.
 
         `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
@@ -125,7 +127,16 @@ class Drill:
         errors, printed, report = (folder / f"{label}.{end}" for end in ("err", "out", "json"))
         size = ["-n", str(self.ranks - fewer)] if fewer else []
         job = [argument.replace(OUT, str(out)) for argument in self.job]
-        command = [sys.executable, *OURS, "launch", *self.options, *size, "--report", str(report), *job]
+        command = [
+            sys.executable,
+            *OURS,
+            "launch",
+            *self.options,
+            *size,
+            "--report",
+            str(report),
+            *job,
+        ]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables}
         with (
             printed.open("w", encoding="utf-8") as stdout,
@@ -138,7 +149,9 @@ class Drill:
                 while launcher.poll() is None and time.monotonic() < deadline:
                     if sends and (records / FIRED).exists():
                         sends = False
-                        signal_all(lambda: {launcher.pid: "", **descendants(launcher.pid)}, signal.SIGTERM)
+                        signal_all(
+                            lambda: {launcher.pid: "", **descendants(launcher.pid)}, signal.SIGTERM
+                        )
                     time.sleep(_POLL_S)
             finally:
                 code = launcher.poll()

@@ -60,10 +60,13 @@ _OWN_ERROR, _RANK_ENDED = _BY_ID["own-error"], _BY_ID["rank-ended"]
 _PYTHON = ("hang", "quiet", "interrupted", "left-early")
 _HANG, _QUIET, _INTERRUPT, _LEFT_EARLY = (_BY_ID[f"python-{name}"] for name in _PYTHON)
 # Texts with the same first character share a branch, because that is faster than one alternative for each text.
-_BRANCHES = groupby(sorted([OURS, FIX, *(text for row in ROWS for text in row.says)]), key=lambda text: text[0])
+_BRANCHES = groupby(
+    sorted([OURS, FIX, *(text for row in ROWS for text in row.says)]), key=lambda text: text[0]
+)
 _TEXTS = re.compile(
     "|".join(
-        f"{re.escape(first)}(?:{'|'.join(re.escape(text[1:]) for text in texts)})" for first, texts in _BRANCHES
+        f"{re.escape(first)}(?:{'|'.join(re.escape(text[1:]) for text in texts)})"
+        for first, texts in _BRANCHES
     ).encode()
 )
 
@@ -181,7 +184,9 @@ class Log:
             self._rows.pop(_QUIET.id, None)  # the job went on after it
             rows = _shown_by(error or text, Weight.EXCEPTION) or [_OWN_ERROR] * bool(error)
             row = next((row for row in rows if row.weight != Weight.CONSEQUENCE), _RANK_ENDED)
-            if row.weight in (Weight.SYMPTOM, Weight.CONSEQUENCE) and _LEFT_EARLY in _shown_by(text):
+            if row.weight in (Weight.SYMPTOM, Weight.CONSEQUENCE) and _LEFT_EARLY in _shown_by(
+                text
+            ):
                 row = _LEFT_EARLY  # the error only says that this rank waited
             is_own = row.weight in (Weight.CAUSE, Weight.EXCEPTION) and row is not _INTERRUPT
             if self._verdict and self._verdict.failure in (_HANG, _QUIET) and not is_own:

@@ -37,7 +37,9 @@ def main(argv: list[str]) -> int:
         "it. For logs of mpiddp, mpirun, torchrun and Slurm. The id of a known failure is explained too.",
         epilog="Exit codes: 0 explained, 1 nothing failed or nothing known in it, 2 no such log.",
     )
-    Option("log", value="LOGFILE", help="a log, the file of launch --report, - for stdin, or an id").add_to(parser)
+    Option(
+        "log", value="LOGFILE", help="a log, the file of launch --report, - for stdin, or an id"
+    ).add_to(parser)
     name: str = parser.parse_args(argv).log
     if name != "-" and re.fullmatch("[a-z-]+", name) and not Path(name).exists():
         return _explain_id(name)
@@ -62,7 +64,9 @@ def main(argv: list[str]) -> int:
     elif explanations:
         first = explanations[0]
         more = f" More: mpiddp explain {first.failure.id}" if first.failure.cause else ""
-        print(f'{name}: nothing failed for good. Line {first.number} says "{first.line}", but {log.survived}.{more}')
+        print(
+            f'{name}: nothing failed for good. Line {first.number} says "{first.line}", but {log.survived}.{more}'
+        )
     else:
         last = escaped(log.last_sentence.removeprefix(OURS))
         sentence = f'The last sentence of mpiddp in it is: "{last}". ' if last else ""
@@ -76,7 +80,11 @@ def _explain_report(name: str, report: Mapping[str, Any]) -> int:
     if report["cause"] not in ("failed", "bad_input"):
         print(f"{name}: no failure: the job is {report['cause']}.")
         return FAILED
-    print("\n".join(escaped(text, keep="\n") for text in (f"{name}: {report['error']}", cause) if text))
+    print(
+        "\n".join(
+            escaped(text, keep="\n") for text in (f"{name}: {report['error']}", cause) if text
+        )
+    )
     print(f"Fix:  {escaped(remedy)}" if remedy else f"No known failure. {_TO_ASK}")
     return DONE if cause or remedy else FAILED
 
@@ -102,5 +110,11 @@ def _explain_id(name: str) -> int:
         return DONE
     ids = [id for id in _BY_ID if id.startswith(f"{name}-")]
     hint = "" if ids else did_you_mean(name, _BY_ID)
-    fix = f"choose one of its ids: {', '.join(ids)}" if ids else f"an id begins with one of: {', '.join(PROGRAMS)}"
-    raise UserError(f"{name} is no file, and not the id of a known failure.{hint}", fix="" if hint else fix)
+    fix = (
+        f"choose one of its ids: {', '.join(ids)}"
+        if ids
+        else f"an id begins with one of: {', '.join(PROGRAMS)}"
+    )
+    raise UserError(
+        f"{name} is no file, and not the id of a known failure.{hint}", fix="" if hint else fix
+    )

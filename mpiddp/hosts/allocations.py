@@ -65,11 +65,15 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             slots = expand_counts(counts)
             if len(slots) != len(names):
                 fit = f"SLURM_TASKS_PER_NODE={shown(counts)} does not fit SLURM_JOB_NODELIST={shown(nodelist)}"
-                raise UserError(f"{fit}, as in a step of srun.", fix="start mpiddp launch without srun")
+                raise UserError(
+                    f"{fit}, as in a step of srun.", fix="start mpiddp launch without srun"
+                )
         else:
             slots = _gpus_of_slurm(env, names)
     except ValueError as error:
-        raise UserError(f"the variables of Slurm job {job} cannot be read: {error}.", fix=NAME_THEM) from None
+        raise UserError(
+            f"the variables of Slurm job {job} cannot be read: {error}.", fix=NAME_THEM
+        ) from None
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
 
@@ -94,7 +98,9 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
             count = sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", granted)))
             gpus |= dict.fromkeys(expand_nodelist(nodes), count)
         if sum(gpus.values()) != total or not gpus.keys() >= {*names}:
-            raise ValueError(f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many")
+            raise ValueError(
+                f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many"
+            )
         return [gpus[name] for name in names]
     return [on_node or per_node or 1] * len(names)
 
@@ -134,7 +140,9 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
         names = expand_nodelist(last)
     except ValueError:
         reason = shown(last) or "it is not on PATH, or prints nothing"
-        raise UserError(f"FLUX_URI is set, but flux getattr hostlist fails: {reason}.", fix=NAME_THEM) from None
+        raise UserError(
+            f"FLUX_URI is set, but flux getattr hostlist fails: {reason}.", fix=NAME_THEM
+        ) from None
     # An instance may have several brokers on a host.
     return Hosts("the Flux instance", tuple(map(Host, dict.fromkeys(names))))
 
@@ -146,7 +154,10 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
             "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows.",
             fix="write mpiddp launch in the command of the Launcher, and sshd in that of the Worker",
         )
-    name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), f"a variable such as {MPIJOB_HOSTFILES[0]}")
+    name = next(
+        (name for name in MPIJOB_HOSTFILES if env.get(name)),
+        f"a variable such as {MPIJOB_HOSTFILES[0]}",
+    )
     return _of_file(env, name, f"the hostfile of {name}", "K_MPI_JOB_ROLE")
 
 
@@ -265,7 +276,15 @@ SCHEDULERS = (
     Scheduler(
         "Slurm",
         ("SLURM_JOB_ID",),
-        *(slurm, "SLURMD?_", "SLURM_(JOB_(ID|NAME)|ARRAY_(JOB|TASK)_ID)", _left_of_slurm, "slurm", SRUN, "srun"),
+        *(
+            slurm,
+            "SLURMD?_",
+            "SLURM_(JOB_(ID|NAME)|ARRAY_(JOB|TASK)_ID)",
+            _left_of_slurm,
+            "slurm",
+            SRUN,
+            "srun",
+        ),
     ),
     Scheduler(
         "PBS",
@@ -285,7 +304,9 @@ SCHEDULERS = (
         *("JOB_(ID|NAME)|SGE_TASK_ID", _left_of_grid_engine, "gridengine", QRSH),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot, "SKYPILOT_NODE_RANK$"),
+    Scheduler(
+        "SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot, "SKYPILOT_NODE_RANK$"
+    ),
     Scheduler("Kubeflow or AWS Batch", tuple(UNLISTED), unlisted),
 )
 

@@ -42,7 +42,9 @@ def ssh_errors() -> list[SectionProxy]:
     return [parser[name] for name in parser.sections()]
 
 
-_SAYS_NOTHING = re.compile(r"Warning: |Connection (?:closed|reset) by |\W*$|debug\d: ", re.IGNORECASE)
+_SAYS_NOTHING = re.compile(
+    r"Warning: |Connection (?:closed|reset) by |\W*$|debug\d: ", re.IGNORECASE
+)
 # ssh has found no way to the host. If a login fails otherwise, the host is up.
 _LOST = (
     r"(?m)^(ssh: connect to host \S+ port \d+|channel \d+: open failed): |"
@@ -109,14 +111,20 @@ class Answer:
         last = [f"exit code {self.exit_code}", *errors][-1]
         if self.has_failed_there:
             if "[Errno " in last:  # the disk may be full
-                fix = MORE_PROCESSES if f"[Errno {errno.EAGAIN}]" in last else f"{ssh_line(host)} df"
+                fix = (
+                    MORE_PROCESSES if f"[Errno {errno.EAGAIN}]" in last else f"{ssh_line(host)} df"
+                )
                 return with_fix(f"{host.name}: {last.rstrip('.')}.", fix)
-            mount = ", on a file system without noexec" * (self.exit_code == 126)  # it may not be executed
+            mount = ", on a file system without noexec" * (
+                self.exit_code == 126
+            )  # it may not be executed
             fix = f"install the same Python there as here{mount}" if is_ours else ""
             return with_fix(f"{host.name}: {python} does not run there: {last.rstrip('.')}.", fix)
         no_end = f"no answer in {transport.login_s:g} s"
         if not transport.is_ssh:
-            return transport.complaint(host.name, ["no output" if self.exit_code else no_end, *errors][-1])
+            return transport.complaint(
+                host.name, ["no output" if self.exit_code else no_end, *errors][-1]
+            )
         printed, text = self.printed_before.strip().splitlines(), self.stderr
         if self.exit_code is None:
             text = f"{no_end}{': nothing' * (not printed)}"
@@ -153,29 +161,48 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
         "port": f"-p {port} " if port else "",
         "ssh": ssh,
         "verbose": ssh.replace("ssh", "ssh -v", 1),
-        "key_name": f"'[{host.address or host.name}]:{port}'" if port else host.address or host.name,  # in known_hosts
+        "key_name": f"'[{host.address or host.name}]:{port}'"
+        if port
+        else host.address or host.name,  # in known_hosts
         "here": socket.gethostname(),
         "connect": transport.connect_s,
         "at": port
-        or (re.findall(r"(?m)^ssh: connect to host \S+ port (\d+)", text) or settings(host, "port") or [22])[0],
+        or (
+            re.findall(r"(?m)^ssh: connect to host \S+ port (\d+)", text)
+            or settings(host, "port")
+            or [22]
+        )[0],
         "longer": f"{2 * transport.login_s:.0f}",
         "kinit": (kinit := "kinit, or " if "gssapi-" in text else ""),
     }
     for error in ssh_errors():
         if match := re.search(error["pattern"], text, re.MULTILINE):
             if error.name == "ssh-key-refused":
-                files = (tuple(settings(host, f"{kind}file")) for kind in ("identity", "certificate"))
+                files = (
+                    tuple(settings(host, f"{kind}file")) for kind in ("identity", "certificate")
+                )
                 if why := _refused_because(*files):
                     return with_fix(f"ssh {host.name}: {why[0]}.", kinit + why[1])
             return with_fix(error["cause"], error["fix"]).format(*match.groups(), **words)
     # A module of PAM says why, before sshd closes the connection. A warning does not say why.
-    says_why = [line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)]
-    return with_fix(f"ssh {host.name} failed: {' / '.join((says_why or lines)[-2:])[:_SHOWN]}.", f"{ssh} true")
+    says_why = [
+        line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)
+    ]
+    return with_fix(
+        f"ssh {host.name} failed: {' / '.join((says_why or lines)[-2:])[:_SHOWN]}.", f"{ssh} true"
+    )
 
 
 def in_general(error: SectionProxy) -> tuple[str, str]:
     """The cause and the fix of an error, for a page that speaks of no host in particular."""
-    words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE", "kinit": ""}
+    words = {
+        "name": "NODE",
+        "target": "NODE",
+        "port": "",
+        "ssh": "ssh NODE",
+        "key_name": "NODE",
+        "kinit": "",
+    }
     words |= {"here": "this host", "connect": f"{SSH.connect_s}", "at": "22", "longer": "30"}
     cause, fix = (error[field].format(error["example"], **words) for field in ("cause", "fix"))
     return cause, fix
@@ -189,7 +216,10 @@ def _refused_because(keys: Sequence[str], certificates: Sequence[str]) -> tuple[
     # "-" stands for those that the agent holds.
     for file in ("-", *map(os.path.expanduser, certificates), *(f"{key}-cert.pub" for key in keys)):
         text = _output("sh", "-c", 'ssh-add -L | ssh-keygen -L -f "$0"', file)
-        ends |= dict.fromkeys(re.findall(r"Valid: .*(?:to|before) (\S+)", text), "of an agent" if file == "-" else file)
+        ends |= dict.fromkeys(
+            re.findall(r"Valid: .*(?:to|before) (\S+)", text),
+            "of an agent" if file == "-" else file,
+        )
     if (end := max(ends, default="9")) < time.strftime("%Y-%m-%dT%H:%M:%S"):
         return f"the certificate {ends[end]} has ended ({end})", "get a new one from the site"
     agent = _output("ssh-add", "-l")  # "" if none answers

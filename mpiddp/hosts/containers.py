@@ -29,8 +29,14 @@ _OF_PROGRAMS = re.compile(
     "|(SSL_CERT_.*|REQUESTS_CA_BUNDLE|BASH_ENV|MODULEPATH)$"
 )
 # A copy of an image keeps this, but not always its id.
-_FACTS = ("image", "inspect", "--format=image={{.RootFS.Layers}}{{.Config.Env}}{{.Config.Entrypoint}}")
-_PRESENT = "image="  # begins what tells an image from another one; any other text says why it is missing
+_FACTS = (
+    "image",
+    "inspect",
+    "--format=image={{.RootFS.Layers}}{{.Config.Env}}{{.Config.Entrypoint}}",
+)
+_PRESENT = (
+    "image="  # begins what tells an image from another one; any other text says why it is missing
+)
 # Podman would read an image from a file, or from another store.
 _ELSEWHERE = re.compile("(dir|oci|oci-archive|docker-archive|docker-daemon|containers-storage):")
 # The process reads a line when the runtime has ended, and none if this process is killed: the container may begin
@@ -66,14 +72,20 @@ def _oci(container: Container, gpus: str) -> Iterator[str]:
     """The options that Docker and Podman share."""
     yield from ("run", "--rm", "--interactive", "--pull=never", "--security-opt=label=disable")
     yield from ("--network=host", "--ipc=host", "--pid=host")
-    yield from (f"--name={container.name}", f"--user={os.getuid()}:{os.getgid()}", f"--workdir={container.folder}")
+    yield from (
+        f"--name={container.name}",
+        f"--user={os.getuid()}:{os.getgid()}",
+        f"--workdir={container.folder}",
+    )
     yield from (f"--mount=type=bind,source={path},target={path}" for path in container.mounts)
     if os.getuid():  # whose home folder in the image is "/", if it has one
         yield from ("--env=HOME=/tmp", "--env=USER")
     yield from (f"--env={name}" for name in container.variables)
     if container.has_gpus and Path(_NVIDIA).exists():
         yield gpus
-    yield from (f"--device={path}" for path in (_AMD, "/dev/dri", _INFINIBAND) if Path(path).exists())
+    yield from (
+        f"--device={path}" for path in (_AMD, "/dev/dri", _INFINIBAND) if Path(path).exists()
+    )
 
 
 def _docker(container: Container) -> Iterator[str]:
@@ -94,7 +106,11 @@ def _podman(container: Container) -> Iterator[str]:
 
 
 def _apptainer(container: Container) -> Iterator[str]:
-    yield from ("exec", f"--pwd={container.folder}", *(f"--bind={path}" for path in container.mounts))
+    yield from (
+        "exec",
+        f"--pwd={container.folder}",
+        *(f"--bind={path}" for path in container.mounts),
+    )
     flags = {_NVIDIA: "--nv", _AMD: "--rocm"} if container.has_gpus else {}
     yield from (flag for device, flag in flags.items() if Path(device).exists())
 
@@ -129,12 +145,18 @@ class Image(NamedTuple):
     def of(cls, text: str) -> Image:
         """The image of `PROGRAM://NAME`, of a file, or of a name that the first program of this host gets."""
         program, _, name = text.rpartition("://")
-        by_suffix = [program for program, row in RUNTIMES.items() if row.suffix and name.endswith(row.suffix)]
-        kept = [program for program, row in RUNTIMES.items() if not row.suffix and shutil.which(program)]
+        by_suffix = [
+            program for program, row in RUNTIMES.items() if row.suffix and name.endswith(row.suffix)
+        ]
+        kept = [
+            program for program, row in RUNTIMES.items() if not row.suffix and shutil.which(program)
+        ]
         program = program or [*by_suffix, *kept, "docker"][0]
         if program not in RUNTIMES or not name or name.startswith("-") or _ELSEWHERE.match(name):
             known = ", ".join(f"{program}://…" for program in RUNTIMES)
-            raise argparse.ArgumentTypeError(f"{shown(text)} is no image; expected a name, a file, or {known}")
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is no image; expected a name, a file, or {known}"
+            )
         return cls(program, os.path.abspath(name) if RUNTIMES[program].suffix else name)  # noqa: PTH100
 
     @property
@@ -144,7 +166,11 @@ class Image(NamedTuple):
     @property
     def facts(self) -> list[str]:
         """The command whose output `identity` reads."""
-        return ["stat", "--format=image=%s", self.name] if self.is_file else [self.program, *_FACTS, self.name]
+        return (
+            ["stat", "--format=image=%s", self.name]
+            if self.is_file
+            else [self.program, *_FACTS, self.name]
+        )
 
     def fix(self, *, is_alone: bool = False) -> str:
         """What brings it to a host that has not the same one, or to this host if no other takes part."""
@@ -163,8 +189,12 @@ class Image(NamedTuple):
         if not (remove := RUNTIMES[self.program].remove):
             return None
         command = ["sh", "-c", _REMOVE, REMOVER_NAME, self.program, *remove, container]
-        env = {name: value for name, value in env.items() if name != JOB}  # by which a sweep would find it
-        return subprocess.Popen(command, env=env, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+        env = {
+            name: value for name, value in env.items() if name != JOB
+        }  # by which a sweep would find it
+        return subprocess.Popen(
+            command, env=env, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+        )
 
 
 def identity(said: str) -> str:
@@ -175,7 +205,9 @@ def identity(said: str) -> str:
 def folder(text: str) -> str:
     """A folder of --mount, which the container has at the same path."""
     if not text.startswith("/") or re.search("[:,]", text):
-        raise argparse.ArgumentTypeError(f'expected an absolute path without ":" and ",", not {shown(text)!r}')
+        raise argparse.ArgumentTypeError(
+            f'expected an absolute path without ":" and ",", not {shown(text)!r}'
+        )
     return os.path.normpath(text)
 
 
@@ -189,7 +221,9 @@ def container_of(
     theirs = {name: env[name] for name in env if name in exported or not _OF_PROGRAMS.match(name)}
     passed = [name for name in theirs if name in exported or not OF_A_HOST.match(name)]
     here = str(Path.cwd())
-    container = Container(name, here, [*dict.fromkeys((here, *mounts))], passed, not hides_all_gpus(env))
+    container = Container(
+        name, here, [*dict.fromkeys((here, *mounts))], passed, not hides_all_gpus(env)
+    )
     return container, {**theirs, "PATH": f"{env.get('PATH', '')}:{os.defpath}"}
 
 

@@ -36,14 +36,17 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     return {
         "errors": {path: error for path in paths if (error := error_at(path))},
         "has_folder": os.path.isdir(needs["folder"]),
-        "has_program": not program or shutil.which(program, path=path if image else needs["path"]) is not None,
+        "has_program": not program
+        or shutil.which(program, path=path if image else needs["path"]) is not None,
         "has_script": os.path.exists(script),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
         "machine": machine("net", "pid"),  # containers of one machine differ in their pids
         "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
-        "image": tool_output(image[0], image[1:], path, VERSION_S, stderr=subprocess.STDOUT) if image else "",
+        "image": tool_output(image[0], image[1:], path, VERSION_S, stderr=subprocess.STDOUT)
+        if image
+        else "",
         # The packages of an image are its own.
         "torch": None if image else package_version("torch", packages),
         "mpi4py": None if image else package_version("mpi4py", packages),
@@ -73,7 +76,9 @@ def package_version(package: str, folders: Sequence[str] = ()) -> str | None:
     return next((distribution.version for distribution in installed), None)
 
 
-def program_version(program: str, env: Mapping[str, str], stderr: int = subprocess.DEVNULL) -> str | None:
+def program_version(
+    program: str, env: Mapping[str, str], stderr: int = subprocess.DEVNULL
+) -> str | None:
     """The output of `program --version`; None if it cannot run, or does not answer within VERSION_S."""
     variables = with_own_folder(Path(program), env)
     return tool_output(program, ("--version",), None, VERSION_S, variables, stderr) or None

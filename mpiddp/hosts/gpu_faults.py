@@ -60,7 +60,9 @@ def faults(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iter
             yield with_fix(f"{host}: GPU {number} {fact}.", "restart the host")
 
 
-def notes(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str = "") -> Iterator[str]:
+def notes(
+    host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str = ""
+) -> Iterator[str]:
     """A sentence for each chosen GPU that others use, is slowed, or was reset. `ssh` logs in there."""
     for number, gpu in _those(gpus, chosen):
         for fact in _reported(gpu, is_over=True):
@@ -108,7 +110,11 @@ def _memory_held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
 
 def _large(gpu: Gpu) -> list[Holder]:
     """The processes of the host that hold much of a GPU."""
-    return [holder for holder in gpu.holders if holder.user and (holder.memory is None or holder.memory >= _LEAST)]
+    return [
+        holder
+        for holder in gpu.holders
+        if holder.user and (holder.memory is None or holder.memory >= _LEAST)
+    ]
 
 
 def _those(gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> list[tuple[int, Gpu]]:
@@ -116,7 +122,11 @@ def _those(gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> list[tuple[int,
 
 
 def _named(holder: Holder) -> str:
-    since = time.strftime(", since %Y-%m-%d %H:%M", time.localtime(holder.began_at)) if holder.began_at else ""
+    since = (
+        time.strftime(", since %Y-%m-%d %H:%M", time.localtime(holder.began_at))
+        if holder.began_at
+        else ""
+    )
     return escaped(f"pid {holder.pid} of {holder.user} ({holder.command}{since})")
 
 

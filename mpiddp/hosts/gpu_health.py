@@ -24,7 +24,10 @@ SINCE_S = 3600  # older entries of the logs do not count
 _AGENT = b"mpiddp-agent"  # AGENT_NAME, the name of an agent's process
 _MARK = b"MPIDDP_JOB="
 _USERS = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
-_LOGS = (("journalctl", ("-k", "-b", "-q", f"--since=-{SINCE_S}s", "-o", "short-monotonic")), ("dmesg", ()))
+_LOGS = (
+    ("journalctl", ("-k", "-b", "-q", f"--since=-{SINCE_S}s", "-o", "short-monotonic")),
+    ("dmesg", ()),
+)
 _LOADED = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: loading NVIDIA UNIX ")
 # "[ 5000.1] NVRM: Xid (PCI:0000:44:00): 79, pid=…" has the seconds since the start, an address and a number.
 _XID = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9A-Fa-f:]{10,13})[^)]*\): (\d+)")
@@ -50,8 +53,12 @@ def who(pid: str) -> tuple[str, str, float]:
     user, command, began_at = "", "", 0.0
     with suppress(OSError, IndexError):
         user, command = _name_of(Path("/proc", pid).stat().st_uid), command_of(int(pid))
-        ticks = int(fact_of(pid, "stat").rpartition(b")")[2].split()[19])  # since the start of the machine
-        began_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+        ticks = int(
+            fact_of(pid, "stat").rpartition(b")")[2].split()[19]
+        )  # since the start of the machine
+        began_at = (
+            time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+        )
     return user, command, began_at
 
 
@@ -72,7 +79,9 @@ def claim(addresses: Mapping[str, Sequence[str]]) -> str:
     for address in addresses.get(machine("net", "pid"), ()):
         gpu, mine = f"mpiddp-gpu-{address}", f"mpiddp-gpu-{address}/{os.getuid()}/{os.getpid()}"
         try:
-            for name in () if f"@{mine}\n" in names else (gpu, mine):  # a restart has its claim still
+            for name in (
+                () if f"@{mine}\n" in names else (gpu, mine)
+            ):  # a restart has its claim still
                 claimed.append(socket(AF_UNIX))
                 claimed[-1].bind(f"\0{name}")
         except OSError:
@@ -90,7 +99,9 @@ def _is_left(pid: str) -> bool:
     for variable in fact_of(pid, "environ").split(b"\0"):
         if variable.startswith(_MARK):
             # All processes of the job count: one in a container is no descendant of the agent.
-            return not any(fact_of(member, "comm").startswith(_AGENT) for member in marked(variable))
+            return not any(
+                fact_of(member, "comm").startswith(_AGENT) for member in marked(variable)
+            )
     return False
 
 

@@ -145,7 +145,9 @@ def _of_nvidia(path: str | None, timeout_s: float) -> list[Gpu] | None:
 
 def _of_row(row: Mapping[str, str]) -> Gpu:
     """A GPU by the fields of nvidia-smi that it knows."""
-    name, address, uuid, *measured, reasons, errors, driver, recovery = (row.get(field, "") for field in _FIELDS)
+    name, address, uuid, *measured, reasons, errors, driver, recovery = (
+        row.get(field, "") for field in _FIELDS
+    )
     use, memory, total, temperature = measured
     bits = int(reasons, 16) if re.fullmatch("0x[0-9A-Fa-f]{1,16}", reasons) else 0
     slowed = ", ".join(why for bit, why in _SLOWED.items() if bits & bit)
@@ -253,7 +255,14 @@ def tool_output(
     if file is None:
         return ""
     try:
-        tool = Popen([file, *arguments], env=env, stdin=DEVNULL, stdout=PIPE, stderr=stderr, start_new_session=True)
+        tool = Popen(
+            [file, *arguments],
+            env=env,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
     except OSError as error:  # an empty file, or a program for another processor
         if error.errno == errno.EAGAIN:  # this user gets no more processes
             raise

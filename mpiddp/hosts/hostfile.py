@@ -70,7 +70,9 @@ class Host:
     @property
     def ssh_target(self) -> str:
         """The destination argument of ssh: `name`, or `user@name`."""
-        return f"{self.user}@{self.address or self.name}" if self.user else self.address or self.name
+        return (
+            f"{self.user}@{self.address or self.name}" if self.user else self.address or self.name
+        )
 
     @property
     def apart(self) -> Host:
@@ -117,7 +119,9 @@ def read_hostfile(path: str | Path) -> Hosts:
     except FileNotFoundError:
         folder = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
         fix = "write a line for each host into it, such as: node1 slots=2"
-        raise UserError(f"{source} not found{folder}. Not falling back to this machine.", fix=fix) from None
+        raise UserError(
+            f"{source} not found{folder}. Not falling back to this machine.", fix=fix
+        ) from None
     except OSError as error:
         raise cause_of(error)(f"{source} cannot be read: {error.strerror}.") from None
     return parse_hostfile(data, source)
@@ -178,7 +182,9 @@ def without(hosts: Hosts, exclude: str, *, is_first: bool) -> Hosts:
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
     if unknown and is_first:
         present = listed([host.name for host in hosts.hosts])
-        raise UserError(f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.')
+        raise UserError(
+            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.'
+        )
     left = tuple(host for host in hosts.hosts if host.key not in excluded)
     if all(host.slots == 0 for host in left):
         raise UserError(f"--exclude {exclude} leaves no slots in {hosts.source}.")
@@ -188,7 +194,9 @@ def without(hosts: Hosts, exclude: str, *, is_first: bool) -> Hosts:
 def _text(data: bytes, source: str) -> str:
     """The file's bytes as text, without a byte order mark. Raises UserError."""
     if len(data) > _MAX_BYTES:
-        raise UserError(f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile.", fix=EXAMPLE)
+        raise UserError(
+            f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile.", fix=EXAMPLE
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -246,7 +254,9 @@ def _value(where: str, key: str, text: str, token: str) -> Any:
         try:
             return str(ipaddress.ip_address(text))
         except ValueError:
-            raise UserError(f'{where}: "{shown(text)}" is not an IP address.', fix=EXAMPLE) from None
+            raise UserError(
+                f'{where}: "{shown(text)}" is not an IP address.', fix=EXAMPLE
+            ) from None
     pattern, expected, example = _VALUES[key]
     if not re.fullmatch(pattern, text):
         raise UserError(f'{where}: "{shown(token)}" is not {expected}.', fix=example)
@@ -263,7 +273,9 @@ def _checked(hosts: Hosts) -> Hosts:
     firsts, ports = dict[str, Host](), defaultdict[str, set[int | None]](set)
     for host in hosts.hosts:
         ports[host.key].add(host.port)
-    hosts = replace(hosts, hosts=tuple(h.apart if h.port and len(ports[h.key]) > 1 else h for h in hosts.hosts))
+    hosts = replace(
+        hosts, hosts=tuple(h.apart if h.port and len(ports[h.key]) > 1 else h for h in hosts.hosts)
+    )
     for host in hosts.hosts:
         first = firsts.setdefault(host.key, host)
         if first is not host:
@@ -272,7 +284,9 @@ def _checked(hosts: Hosts) -> Hosts:
                 problem, fix = f"already on line {first.line}", "merge them into one slots= line"
             raise UserError(f"{hosts.where(host)}: {host.name} is {problem}.", fix=fix)
     if not hosts.usable:
-        raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start.", fix=EXAMPLE)
+        raise UserError(
+            f"{hosts.source}: every host has slots=0, so no rank can start.", fix=EXAMPLE
+        )
     if (total := sum(host.slots or 0 for host in hosts.hosts)) > MAX_SLOTS:
         raise UserError(f"{hosts.source}: {total} slots in all; expected at most {MAX_SLOTS}.")
     return hosts

@@ -53,7 +53,9 @@ class Interface(NamedTuple):
         address, names = ipaddress.ip_address(self.address), (self.name, self.address)
         for request in requested.split(","):
             with suppress(ValueError):  # not a network
-                if request in names or ("/" in request and address in ipaddress.ip_network(request, False)):
+                if request in names or (
+                    "/" in request and address in ipaddress.ip_network(request, False)
+                ):
                     return True
         return False
 
@@ -68,13 +70,19 @@ def interfaces() -> list[Interface]:
     up = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # no address of this family, or the interface has just been removed
+            with suppress(
+                OSError
+            ):  # no address of this family, or the interface has just been removed
                 flags = _ioctl(probe, _SIOCGIFFLAGS, name)
                 if ~struct.unpack_from("H", flags, 16)[0] & (_IFF_UP | _IFF_RUNNING):
                     continue
                 up.append(name)
-                answers = [_ioctl(probe, request, name) for request in (_SIOCGIFADDR, _SIOCGIFNETMASK)]
-                parsed = ipaddress.ip_interface("/".join(socket.inet_ntoa(answer[20:24]) for answer in answers))
+                answers = [
+                    _ioctl(probe, request, name) for request in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+                ]
+                parsed = ipaddress.ip_interface(
+                    "/".join(socket.inet_ntoa(answer[20:24]) for answer in answers)
+                )
                 present.append(Interface(name, str(parsed.ip), str(parsed.network)))
     return present + [interface for interface in _ipv6_interfaces() if interface.name in up]
 
@@ -90,7 +98,9 @@ def machine(*namespaces: str) -> str:
 def own_addresses() -> list[str]:
     """All IPv4 addresses of this host, including the second and later ones of an interface. Some stand twice."""
     with suppress(OSError):
-        return re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text("utf-8"))
+        return re.findall(
+            r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text("utf-8")
+        )
     return []
 
 

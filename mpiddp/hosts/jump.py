@@ -29,7 +29,9 @@ PAUSE_S = 0.5  # before a login that was dropped is tried again
 NOT_SHARED = "Stdio forwarding request failed"  # a shared connection tells no reason
 _AT_ONCE = 8  # processes of ssh -G
 _CHECK_S, _END_S = 0.05, 2.0
-_DROPPED = re.compile(rf"(kex|ssh)_exchange_identification: .*|Connection (closed|reset) by .* port \d+|{NOT_SHARED}.*")
+_DROPPED = re.compile(
+    rf"(kex|ssh)_exchange_identification: .*|Connection (closed|reset) by .* port \d+|{NOT_SHARED}.*"
+)
 
 
 class _Connection(NamedTuple):

@@ -17,12 +17,17 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     hosts = where.named_hosts(options.hostfile, options.host_list, os.environ, options.login_s)
     if hosts is None:
-        raise UserError(f"mpiddp hosts {options.verb}: on which hosts?", fix="FILE, --hostfile FILE or -H node1,node2")
+        raise UserError(
+            f"mpiddp hosts {options.verb}: on which hosts?",
+            fix="FILE, --hostfile FILE or -H node1,node2",
+        )
     return VERBS[options.verb].run(options, hosts)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = OneSentenceParser(prog="mpiddp hosts", description="Check hostfiles, and work on their hosts over ssh.")
+    parser = OneSentenceParser(
+        prog="mpiddp hosts", description="Check hostfiles, and work on their hosts over ssh."
+    )
     parsers = add_verbs(parser, VERBS)
     for verb, of_verb in parsers.items():
         where.add_options(of_verb, logs_in=verb != "check")
@@ -76,9 +81,18 @@ def table(hosts: Hosts) -> str:
 
 
 VERBS = {
-    "check": Verb("Print a table of the hosts and their slots, or the first error", _check, [where.FILE]),
+    "check": Verb(
+        "Print a table of the hosts and their slots, or the first error", _check, [where.FILE]
+    ),
     "keys": Verb("Make ssh reach every host without a password", keys.main, [where.FILE]),
     "push": Verb(push.PURPOSE, push.main, push.OPTIONS, "[FILE] [FOLDER ...]"),
-    "pull": Verb("Bring the folder of a run home from every host", pull.main, pull.OPTIONS, "[FILE] FOLDER"),
-    "run": Verb("Run a command on every host", run_command.main, run_command.OPTIONS, "[FILE] -- COMMAND [ARGS ...]"),
+    "pull": Verb(
+        "Bring the folder of a run home from every host", pull.main, pull.OPTIONS, "[FILE] FOLDER"
+    ),
+    "run": Verb(
+        "Run a command on every host",
+        run_command.main,
+        run_command.OPTIONS,
+        "[FILE] -- COMMAND [ARGS ...]",
+    ),
 }

@@ -66,12 +66,19 @@ def child_process(
     from subprocess import DEVNULL, Popen  # takes 5 ms of each rank
 
     # It ends with this process even if a Ctrl-C comes before its number is known.
-    ends, how = partial(end_with_parent, signal.SIGTERM), {"encoding": "utf-8", "errors": "replace", **more}
-    with Popen(argv, stdin=DEVNULL, stdout=stdout, stderr=stderr, preexec_fn=ends, **how) as process:
+    ends, how = (
+        partial(end_with_parent, signal.SIGTERM),
+        {"encoding": "utf-8", "errors": "replace", **more},
+    )
+    with Popen(
+        argv, stdin=DEVNULL, stdout=stdout, stderr=stderr, preexec_fn=ends, **how
+    ) as process:
         try:
             yield process
         finally:
-            end_all(lambda: [process.pid] if process.poll() is None else [], grace_s=8 * KILL_S)  # ranks have 30 s
+            end_all(
+                lambda: [process.pid] if process.poll() is None else [], grace_s=8 * KILL_S
+            )  # ranks have 30 s
 
 
 def adopt_orphans() -> None:

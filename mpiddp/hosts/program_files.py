@@ -16,7 +16,9 @@ from pathlib import Path
 
 _NAMES = rb"(\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
 # A line end is searched instead of ^, which takes half the time: a package may have 50 MB.
-_IMPORT = re.compile(rb"[\n;:][ \t]*(?:import[ \t]+%b|from[ \t]+([\w.]+)[ \t]+import\b[ \t]*%b)" % (_NAMES, _NAMES))
+_IMPORT = re.compile(
+    rb"[\n;:][ \t]*(?:import[ \t]+%b|from[ \t]+([\w.]+)[ \t]+import\b[ \t]*%b)" % (_NAMES, _NAMES)
+)
 _RENAMED = re.compile(rb"\bas\s+\w+")
 _NAME = re.compile(rb"\w[\w.]*")
 _OURS = "mpiddp"  # the doctor compares its versions instead
@@ -45,7 +47,9 @@ def is_local(folder: str) -> bool:
     return Path(folder).is_dir() and not is_installed
 
 
-def files_of(kind: str, name: str, folder: str, others: Sequence[str] = ()) -> list[tuple[str, str]]:
+def files_of(
+    kind: str, name: str, folder: str, others: Sequence[str] = ()
+) -> list[tuple[str, str]]:
     """The files of a script or a module, each with its SHA-256 ("" if it cannot be read).
 
     A file comes before those that it imports, so the first file that differs explains later ones. The name of
@@ -71,7 +75,9 @@ def texts_of(kind: str, name: str, folder: str, others: Sequence[str] = ()) -> l
     return [text for text in sources if text is not None]
 
 
-def _sources(kind: str, name: str, folder: str, others: Sequence[str]) -> tuple[Path, dict[Path, bytes | None]]:
+def _sources(
+    kind: str, name: str, folder: str, others: Sequence[str]
+) -> tuple[Path, dict[Path, bytes | None]]:
     """The folder of a program, and its files with those that they import, as far as their lines show it."""
     base = Path(folder)
     todo: list[Path] = []

@@ -23,7 +23,14 @@ from mpiddp.text import counted, listed, shown, size_text
 
 _OF_A_RUN = ("--no-links", "--no-devices", "--no-specials", "--prune-empty-dirs", "--exclude=.*")
 
-OPTIONS = [Option("folders", value="FOLDER", nargs="+", help="the folder of the run, at the same path on every host")]
+OPTIONS = [
+    Option(
+        "folders",
+        value="FOLDER",
+        nargs="+",
+        help="the folder of the run, at the same path on every host",
+    )
+]
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:

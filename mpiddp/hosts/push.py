@@ -58,9 +58,7 @@ _RSYNC = (
 )
 _VANISHED = 24  # rsync's exit code if a file was deleted meanwhile
 _SSH = Path(__file__).with_name("rsync_ssh.sh")
-_RSYNC_THERE = (
-    f'exec sh -c \'echo {LOGIN}; until [ "$line" = {LOGIN} ]; do IFS= read -r line || exit; done; exec rsync "$@"\' sh'
-)
+_RSYNC_THERE = f'exec sh -c \'echo {LOGIN}; until [ "$line" = {LOGIN} ]; do IFS= read -r line || exit; done; exec rsync "$@"\' sh'
 
 
 def parse_folder(text: str) -> str:
@@ -87,7 +85,12 @@ OPTIONS = [
     Option("folders", value="FOLDER", nargs="*", default=[], help=_FOLDERS),
     Option("--leave-out", value="NAME", parse=_entry, repeats=True, help=_LEAVE_OUT),
     Option("--min-hosts", value="H", parse=whole(1), help=_GOES_ON),
-    Option("--image", value="IMAGE", parse=Image.of, help="push this image, and folders only if they are named"),
+    Option(
+        "--image",
+        value="IMAGE",
+        parse=Image.of,
+        help="push this image, and folders only if they are named",
+    ),
 ]
 
 
@@ -128,7 +131,9 @@ def default_folders(here: str) -> list[str]:
         raise UserError(with_fix(sentence, fix))
     package, taken = Path(__file__).parents[2], [Path(here), *map(Path, _environment())]
     taken += [package] if "site-packages" not in package.parts else []
-    return [str(path) for path in dict.fromkeys(taken) if not any(_brings(one, path) for one in taken)]
+    return [
+        str(path) for path in dict.fromkeys(taken) if not any(_brings(one, path) for one in taken)
+    ]
 
 
 def _brings(folder: Path, path: Path) -> bool:
@@ -141,7 +146,11 @@ def _environment() -> list[str]:
     """The folder of the environment of this Python, and of its interpreter if that is in the user's home."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     is_own = prefix != base or (prefix / "conda-meta").is_dir()
-    shared = (Path.home() / ".local", Path("/usr"), Path("/usr/local"))  # they have other programs, too
+    shared = (
+        Path.home() / ".local",
+        Path("/usr"),
+        Path("/usr/local"),
+    )  # they have other programs, too
     is_brought = base.is_relative_to(Path.home()) and base not in shared
     folders = [*([prefix] if is_own else []), *([base] if is_brought else [])]
     return [str(path) for path in dict.fromkeys(folders)]
@@ -211,7 +220,9 @@ def refuse_home(folder: Path, expected: str) -> None:
     """Raise UserError if the folder is the home folder or holds it, because nobody means to copy that."""
     home = Path.home()
     if home.is_relative_to(folder) or home.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{folder} is or holds your home folder.", fix=f"name the folder of {expected}")
+        raise UserError(
+            f"{folder} is or holds your home folder.", fix=f"name the folder of {expected}"
+        )
 
 
 def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
@@ -250,7 +261,12 @@ def _extent(folder: str, left_out: Sequence[str]) -> str:
 
 
 def _send(
-    host: Host, folder: str, paths: frozenset[str], sent_before: str, left_out: Sequence[str], transport: Transport
+    host: Host,
+    folder: str,
+    paths: frozenset[str],
+    sent_before: str,
+    left_out: Sequence[str],
+    transport: Transport,
 ) -> int:
     """Send a folder with these paths. Remove the paths of `sent_before` (packed) that were deleted here.
 

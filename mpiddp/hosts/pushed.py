@@ -36,7 +36,9 @@ def beginning(path: Path, size: int = sys.maxsize) -> tuple[int, str]:
 
 def grown(folder: str, files: Sequence[tuple[str, int, str]]) -> list[str]:
     """The names of the files that begin here as they are where they were pulled."""
-    facts = ((name, beginning(Path(folder, name), size) == (size, sha)) for name, size, sha in files)
+    facts = (
+        (name, beginning(Path(folder, name), size) == (size, sha)) for name, size, sha in files
+    )
     return [name for name, is_equal in facts if is_equal]
 
 

@@ -27,7 +27,9 @@ _PAUSE_S = 0.02
 _OF_TCP = 128  # bytes of tcp_info, up to the fields of Linux 4.1
 
 
-def meet(addresses: dict[str, str], port: int, start_s: float, most: int) -> dict[str, dict[str, str]] | None:
+def meet(
+    addresses: dict[str, str], port: int, start_s: float, most: int
+) -> dict[str, dict[str, str]] | None:
     """Connect to the other hosts, and answer them. Returns the errors for each name, as `_reach` does.
 
     None if another program has the port on this host. Every host calls this with the same arguments, all of them
@@ -139,7 +141,9 @@ def blocked(
     at = {name: f"{address} tcp/{port}" for name, address in addresses.items()}
     errors = {(a, b): answer["error"] for a in answers for b, answer in answers[a].items()}
     unreached = {
-        name for name in answers if len(answers) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
+        name
+        for name in answers
+        if len(answers) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
     }
     for name in sorted(unreached):
         error = next(error for pair, error in errors.items() if pair[1] == name)

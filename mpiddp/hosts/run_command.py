@@ -70,13 +70,18 @@ print(ENDED + str(code), file=sys.stderr, flush=True)
 sys.exit(code)
 """
 
-OPTIONS = [FILE, Option("--timeout", value="30s", parse=duration, help="end the command after this time")]
+OPTIONS = [
+    FILE,
+    Option("--timeout", value="30s", parse=duration, help="end the command after this time"),
+]
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Run `options.command` on all hosts, and print the answers. Returns 1 if it failed on any."""
     if not options.command:
-        raise UserError("mpiddp hosts run: no command.", fix="mpiddp hosts run FILE -- nvidia-smi -L")
+        raise UserError(
+            "mpiddp hosts run: no command.", fix="mpiddp hosts run FILE -- nvidia-smi -L"
+        )
     # The command travels as a literal of Python, so no shell reads it.
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED, "HINT": ""}
     if len(options.command) == 1 and re.search(r"[\s|&;<>$]", options.command[0]):

@@ -161,7 +161,9 @@ def ask_hosts(
                 for _ in range(min(len(waiting), _MOST_LOGINS - pending)):
                     host = waiting.pop()
                     login = kept.pop(host.key, None) if kept else None
-                    if login is None or login.process.poll() is not None:  # its network was down meanwhile
+                    if (
+                        login is None or login.process.poll() is not None
+                    ):  # its network was down meanwhile
                         login = Login(host, python, transport, config)
                     ask(host, login)
                 wait_s = min(login.deadline for login in running) - time.monotonic()
@@ -173,7 +175,9 @@ def ask_hosts(
                         selector.unregister(stream)
                         ended += [login] * (stream is login.stdout)
                 now = time.monotonic()
-                for login in [login for login in running if login in ended or login.deadline <= now]:
+                for login in [
+                    login for login in running if login in ended or login.deadline <= now
+                ]:
                     for stream in (login.stdout, login.stderr):
                         with suppress(KeyError):  # it is at its end
                             selector.unregister(stream)
@@ -213,7 +217,9 @@ def other_hosts(hosts: Sequence[Host]) -> list[Host]:
     return [host for host in hosts if not is_this_host(host.name)]
 
 
-def ssh_config(hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True) -> str:
+def ssh_config(
+    hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
+) -> str:
     """ssh's configuration for a job: the users and ports of the hostfile, _SETTINGS, and then the user's own.
 
     A user's block "Host node1" applies, because ssh is called with the name in the hostfile. An IPv6 address and
@@ -245,7 +251,9 @@ def _of_machine() -> str:
 
 
 @contextmanager
-def config_file(hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True) -> Iterator[str]:
+def config_file(
+    hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
+) -> Iterator[str]:
     """The path of a file with `ssh_config` for logins of this process. It exists as long as the body lasts.
 
     ssh says why a login fails, even if the user's own LogLevel is QUIET. It gives up a silent host in
@@ -264,7 +272,9 @@ def config_file(hosts: Sequence[Host], transport: Transport = SSH, *, shares_jum
 class Login:
     """A login on one host, which runs one program after the other. It begins after `pause_s`."""
 
-    def __init__(self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0
+    ) -> None:
         self._python, self._transport = python, transport
         self._to_send, self._is_last = _FOR_START_UP_FILES, False
         self.deadline, self._work_s = math.inf, 0.0

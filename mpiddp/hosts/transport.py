@@ -60,9 +60,13 @@ SSH_IN_PBS = SSH._replace(
     "ranks: mpirun python -m mpiddp run …"
 )
 # qrsh(1): -inherit starts a task of the running job. The parallel environment needs control_slaves.
-QRSH = Transport("qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE, where ssh is allowed")
+QRSH = Transport(
+    "qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE, where ssh is allowed"
+)
 # "blaunch" in IBM's LSF command reference: a drop-in replacement of rsh and ssh within a job.
-BLAUNCH = Transport("blaunch", ("blaunch",), "rsh", "--hostfile $LSB_DJOB_HOSTFILE, where ssh is allowed")
+BLAUNCH = Transport(
+    "blaunch", ("blaunch",), "rsh", "--hostfile $LSB_DJOB_HOSTFILE, where ssh is allowed"
+)
 _SRUN_NEEDS = re.compile("(?!SLURM_|SRUN_)|SLURM_(CONF|JOB_?ID$|(WORKING_)?CLUSTER|JWT)")
 
 
@@ -75,7 +79,11 @@ def _for_srun(env: Mapping[str, str]) -> dict[str, str]:
     gpus = env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0"
     needed = {name: value for name, value in env.items() if _SRUN_NEEDS.match(name)}
     total = env.get("SLURM_GPUS", "").rpartition(":")[2]
-    if total and "SLURM_GPUS_PER_NODE" not in env and int(gpus) * int(env["SLURM_JOB_NUM_NODES"]) != int(total):
+    if (
+        total
+        and "SLURM_GPUS_PER_NODE" not in env
+        and int(gpus) * int(env["SLURM_JOB_NUM_NODES"]) != int(total)
+    ):
         return {**needed, "SLURM_STEP_GRES": "none"}
     return needed if gpus == "0" else {**needed, "SLURM_GPUS_PER_NODE": gpus}
 

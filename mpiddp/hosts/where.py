@@ -35,9 +35,18 @@ def add_options(parser: argparse.ArgumentParser, *, logs_in: bool) -> None:
     group = parser.add_argument_group("where (default: the scheduler's allocation)")
     limit = f"time that a login over ssh may take (default: {SSH.login_s:g} s)"
     for option in (
-        Option("--hostfile", value="FILE", help="file of hosts and slots; FILE alone means the same"),
+        Option(
+            "--hostfile", value="FILE", help="file of hosts and slots; FILE alone means the same"
+        ),
         Option("-H", value="HOSTS", dest="host_list", help="hosts: node1:2,node2:4, or @NAME"),
-        Option("--login-timeout", value="TIME", parse=duration, dest="login_s", default=SSH.login_s, help=limit),
+        Option(
+            "--login-timeout",
+            value="TIME",
+            parse=duration,
+            dest="login_s",
+            default=SSH.login_s,
+            help=limit,
+        ),
     )[: 3 if logs_in else 2]:
         option.add_to(group)
 
@@ -52,7 +61,9 @@ def settle(options: argparse.Namespace) -> None:
     if file is None:
         return
     if file and os.sep not in file and not os.path.exists(file):  # noqa: PTH110 - False for any error
-        raise UserError(f"{file} not found (looked in {Path.cwd()}).", fix=f"if it is a host: -H {file}")
+        raise UserError(
+            f"{file} not found (looked in {Path.cwd()}).", fix=f"if it is a host: -H {file}"
+        )
     options.hostfile = file
 
 
@@ -63,7 +74,9 @@ def refuse_both(values: Mapping[str, str | None]) -> None:
         raise UserError(f"{named[0]} and {named[1]} both name the hosts.", fix="give one of them")
 
 
-def named_hosts(hostfile: str | None, host_list: str | None, env: Mapping[str, str], login_s: float) -> Hosts | None:
+def named_hosts(
+    hostfile: str | None, host_list: str | None, env: Mapping[str, str], login_s: float
+) -> Hosts | None:
     """The hosts that the user names, else those of an allocation; None without one.
 
     `login_s`: the time that a login may take, in seconds. Raises UserError for a list or an allocation that
@@ -80,7 +93,9 @@ def named_hosts(hostfile: str | None, host_list: str | None, env: Mapping[str, s
         hosts = parse_host_list(host_list)
     else:
         hosts = find_allocation(env)
-    return hosts and replace(_told_apart(hosts), transport=hosts.transport._replace(login_s=login_s))
+    return hosts and replace(
+        _told_apart(hosts), transport=hosts.transport._replace(login_s=login_s)
+    )
 
 
 def _told_apart(hosts: Hosts) -> Hosts:
@@ -95,5 +110,9 @@ def _told_apart(hosts: Hosts) -> Hosts:
         with suppress(OSError):  # not everybody may read it
             text = file.read_text("utf-8", errors="replace")
             own |= {*map(int, re.findall(r"(?mi)^\s*Port[ \t=]+(\d{1,5})\s*$", text))}
-    others = [host for host in suspects if not {host.user, host.port} <= own and is_this_host(host.name)]
-    return replace(hosts, hosts=tuple(host.apart if host in others else host for host in hosts.hosts))
+    others = [
+        host for host in suspects if not {host.user, host.port} <= own and is_this_host(host.name)
+    ]
+    return replace(
+        hosts, hosts=tuple(host.apart if host in others else host for host in hosts.hosts)
+    )

@@ -40,7 +40,9 @@ _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
 # Below the first line of an error, torch prints a page of C++ frames, with symbols or without, which are left
 # out, because they say nothing of the cause. torch may begin each line of a traceback with the rank.
 _ABOVE_FRAMES = b"(most recent call first):"
-_FRAME = re.compile(rb"(\[rank\d+\]: ?)?(frame #\d+: .+|#\d+ .+ from .+:\d+|C\+\+ CapturedTraceback:)")
+_FRAME = re.compile(
+    rb"(\[rank\d+\]: ?)?(frame #\d+: .+|#\d+ .+ from .+:\d+|C\+\+ CapturedTraceback:)"
+)
 
 
 def info(sentence: str) -> None:
@@ -105,7 +107,9 @@ class Screen:
     the output is lost, and the job goes on.
     """
 
-    def __init__(self, target: int, name: str, *, is_shared: bool, has_stamps: bool = False) -> None:
+    def __init__(
+        self, target: int, name: str, *, is_shared: bool, has_stamps: bool = False
+    ) -> None:
         self.file = _unshared(target)
         self._unsent = bytearray()
         self._has_stamps = has_stamps
@@ -155,7 +159,9 @@ class Screen:
         if source.is_in_frames or _ABOVE_FRAMES in lines:
             lines = self._without_frames(lines, source)
         prefix = self._before(source)
-        self.show_lines(lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n", source)
+        self.show_lines(
+            lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n", source
+        )
 
     def _without_frames(self, lines: bytes, source: Source) -> bytes:
         kept = []
@@ -282,7 +288,9 @@ class Screen:
             if not self._has_complained:
                 self._has_complained = True
                 # An EIO that is not of a disk is of a terminal that has hung up.
-                has_hung_up = failed.errno == errno.EIO and not stat.S_ISREG(os.fstat(self.file).st_mode)
+                has_hung_up = failed.errno == errno.EIO and not stat.S_ISREG(
+                    os.fstat(self.file).st_mode
+                )
                 is_gone = failed.errno == errno.EPIPE or has_hung_up
                 self.has_failed = not is_gone
                 reason = "its reader went away" if is_gone else failed.strerror

@@ -75,13 +75,17 @@ def main(argv: list[str]) -> int:
         job = detached.name
         if starts is None:
             print(job)
-            log.info(f"the job goes on in the background. To follow its output: mpiddp logs -f {job}")
+            log.info(
+                f"the job goes on in the background. To follow its output: mpiddp logs -f {job}"
+            )
             return DONE
         reports.append(detached.report_path)
         folder = detached.folder
     printable = without_values(argv[: -len(options.command)], options.exports)
     typed = sys.argv[0]  # a path, as of ./run.sh, if the shell has not found it on PATH
-    program = typed if Path(typed).name == "mpiddp" and shutil.which("mpiddp") != typed else "mpiddp"
+    program = (
+        typed if Path(typed).name == "mpiddp" and shutil.which("mpiddp") != typed else "mpiddp"
+    )
     again = [program, "launch", *printable, *options.command]
     report = Report(job, again, reports, options.on_end or (), folder, starts)
     return _run_and_report(options, report)

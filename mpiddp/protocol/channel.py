@@ -66,7 +66,12 @@ NAMED_AT = "name"  # the file with the job's name, in the same folder
 STREAMS = {1: "stdout", 2: "stderr"}
 # The names of a rank's agent, of a Python that waits for the next attempt, of the process that serves torch's
 # store, and of one that ends a container. The kernel keeps 15 characters.
-AGENT_NAME, SPARE_NAME, STORE_NAME, REMOVER_NAME = "mpiddp-agent", "mpiddp-spare", "mpiddp-store", "mpiddp-remover"
+AGENT_NAME, SPARE_NAME, STORE_NAME, REMOVER_NAME = (
+    "mpiddp-agent",
+    "mpiddp-spare",
+    "mpiddp-store",
+    "mpiddp-remover",
+)
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 # The errors of a line that is not a message, and of a wrong address.
@@ -168,7 +173,9 @@ class Seal:
     def __init__(self, key: str, challenges: str, direction: str) -> None:
         from _blake2 import blake2b
 
-        self._hash = blake2b(f"{direction} {challenges}\n".encode(), key=key.encode(), digest_size=_SEAL // 2)
+        self._hash = blake2b(
+            f"{direction} {challenges}\n".encode(), key=key.encode(), digest_size=_SEAL // 2
+        )
         self._count = 0
 
     def next(self, head: bytes, digest_of_value: bytes) -> bytes:
@@ -244,7 +251,9 @@ def mac(key: str, purpose: str, value: bytes = b"") -> str:
 def listed(values: Mapping[int, bytes]) -> bytes:
     """The JSON of the values of all ranks. The most frequent value stands there once, the others by rank."""
     [(usual, _)] = Counter(values.values()).most_common(1)
-    others = [b'"%d": %b' % (rank, values[rank]) for rank in sorted(values) if values[rank] != usual]
+    others = [
+        b'"%d": %b' % (rank, values[rank]) for rank in sorted(values) if values[rank] != usual
+    ]
     return b'{"usual": %b, "others": {%b}}' % (usual, b", ".join(others))
 
 
@@ -312,7 +321,9 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:
     """Whether a message has its required fields, because a process of the job may have an error."""
     fields = MESSAGES.get(kind)
-    return fields is not None and all(isinstance(facts.get(name, facts), types) for name, types in fields.items())
+    return fields is not None and all(
+        isinstance(facts.get(name, facts), types) for name, types in fields.items()
+    )
 
 
 def probe_interval_s(patience_s: float) -> int:
@@ -320,7 +331,9 @@ def probe_interval_s(patience_s: float) -> int:
     return min(math.ceil(patience_s / _PROBES), _LONGEST_INTERVAL_S)
 
 
-def notice_silence(connection: socket.socket, patience_s: float, *, is_read_slowly: bool = False) -> None:
+def notice_silence(
+    connection: socket.socket, patience_s: float, *, is_read_slowly: bool = False
+) -> None:
     """Make the kernel end the connection once the other host has been silent for this long.
 
     The kernel sends the probes, because a rank that imports torch, or computes, could send no heartbeat. Both
@@ -336,7 +349,10 @@ def notice_silence(connection: socket.socket, patience_s: float, *, is_read_slow
         (socket.TCP_KEEPIDLE, interval_s),
         (socket.TCP_KEEPINTVL, interval_s),
         (socket.TCP_KEEPCNT, _PROBES),
-        (socket.TCP_USER_TIMEOUT, 0 if is_read_slowly else min(round(patience_s * 1000), _LONGEST_MS)),
+        (
+            socket.TCP_USER_TIMEOUT,
+            0 if is_read_slowly else min(round(patience_s * 1000), _LONGEST_MS),
+        ),
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -33,11 +33,17 @@ class Orders(NamedTuple):
     variables: Mapping[str, str] = MappingProxyType({})  # more variables, of this attempt alone
     args: Sequence[str] = ()  # the last arguments of the program
     image: str | None = None  # in which the program runs, "docker://NAME"
-    mounts: Sequence[str] = ()  # the folders of the host that a container gets, beside the working folder
+    mounts: Sequence[
+        str
+    ] = ()  # the folders of the host that a container gets, beside the working folder
 
     def packed(self) -> str:
         """The orders as JSON, without the defaults; "" if these are all."""
-        facts = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        facts = {
+            name: value
+            for name, value in self._asdict().items()
+            if value != self._field_defaults[name]
+        }
         return json.dumps({"version": _VERSION, **facts}, separators=(",", ":")) if facts else ""
 
     @classmethod
@@ -45,6 +51,8 @@ class Orders(NamedTuple):
         """The orders of `packed`. Raises UserError if the launcher is of another version."""
         facts = json.loads(text or "{}")
         if facts.pop("version", _VERSION) != _VERSION or facts.keys() - {*cls._fields}:
-            problem = f"the mpiddp on {socket.gethostname()} has another version than the launcher's"
+            problem = (
+                f"the mpiddp on {socket.gethostname()} has another version than the launcher's"
+            )
             raise UserError(f"{problem}.", fix="mpiddp hosts push HOSTFILE")
         return cls(**facts)._replace(terminal=Terminal(*facts.get("terminal", ())))

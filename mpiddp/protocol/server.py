@@ -58,7 +58,9 @@ class ChannelServer:
     # new value holds for new connections.
     value_limit, patience_s = channel.VALUE_LIMIT, LOST_AFTER_S
 
-    def __init__(self, listener: socket.socket, key: str, world_size: int, selector: TimedSelector) -> None:
+    def __init__(
+        self, listener: socket.socket, key: str, world_size: int, selector: TimedSelector
+    ) -> None:
         self.world_size, self.key = world_size, key
         self._listener, self.selector = listener, selector
         self._strangers: dict[Peer, None] = {}  # connections without a proof, the oldest first

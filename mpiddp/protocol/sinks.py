@@ -123,7 +123,9 @@ def wanted(env: Mapping[str, str]) -> list[tuple[str, str]]:
 def checked(text: str) -> str:
     """A value of --log-to as it is, or UserError."""
     if (name := text.partition(":")[0]) not in SINKS:
-        raise UserError(f"--log-to {shown(name)}: expected NAME or NAME:WHERE, of {', '.join(SINKS)}.")
+        raise UserError(
+            f"--log-to {shown(name)}: expected NAME or NAME:WHERE, of {', '.join(SINKS)}."
+        )
     return text
 
 
@@ -178,7 +180,9 @@ class Sink:
         except Exception as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             what = escaped(lines[0] if lines else type(error).__name__).rstrip(".")
-            logging.getLogger("mpiddp").warning(f"warning: --log-to {self._name}: {what}. The job goes on without it.")
+            logging.getLogger("mpiddp").warning(
+                f"warning: --log-to {self._name}: {what}. The job goes on without it."
+            )
             self._write = None
             self._open.pop_all()  # nothing of it is called again
 

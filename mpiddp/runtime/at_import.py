@@ -27,7 +27,9 @@ class AtImport:
     import is the first one. A forked child is no script, so nothing happens there.
     """
 
-    def __init__(self, names: Sequence[str], around: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, names: Sequence[str], around: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.names, self._around, self._process = names, around, os.getpid()
 
     def find_spec(
@@ -37,7 +39,9 @@ class AtImport:
             return None
         names, self.names = self.names, ()  # another finder may ask all others, and so this one
         try:
-            finds = [getattr(finder, "find_spec", None) for finder in sys.meta_path]  # an old one has None
+            finds = [
+                getattr(finder, "find_spec", None) for finder in sys.meta_path
+            ]  # an old one has None
             spec = next(filter(None, (find(name, path, target) for find in finds if find)), None)
         finally:
             self.names = names

@@ -58,7 +58,10 @@ class Child:
         self.is_command = rank.command.kind == COMMAND
         world = rank.world
         name = f"rank {world.rank} on {world.hostname}"
-        self.outputs = [Stream(number, name, rank.orders.terminal) for number in (STREAMS if rank.launcher else ())]
+        self.outputs = [
+            Stream(number, name, rank.orders.terminal)
+            for number in (STREAMS if rank.launcher else ())
+        ]
         # stdin comes first: if a script asks for a password, the terminal stops showing the typed keys before
         # the question appears.
         inputs = [Input(rank.orders.terminal)] if rank.launcher and world.rank == 0 else []
@@ -175,7 +178,9 @@ class Child:
         args = rank.program.args[len(self._rank.program.args) :]
         env, mpi = {**rank.orders.variables, **variables}, mpi_environment(rank.variables)
         is_shown = bool(self.outputs and self.outputs[-1].connection)
-        self.tell({"type": "go", "variables": env, "args": args, "mpi": mpi, "is_shown": is_shown}, files)
+        self.tell(
+            {"type": "go", "variables": env, "args": args, "mpi": mpi, "is_shown": is_shown}, files
+        )
 
     def hear(self) -> None:
         """Take the messages of the script."""

@@ -62,12 +62,18 @@ def _calls(torch: Any) -> dict[str, Any]:
     for key, entries in entries_of.items():
         members = sorted(torch._world.pg_group_ranks[groups[key[0]]])
         _latest.pop(key, None)  # the groups that were called last stand last
-        _latest[key] = {"ranks": None if members == everyone else members, **_calls_of(entries, backend=key[1])}
+        _latest[key] = {
+            "ranks": None if members == everyone else members,
+            **_calls_of(entries, backend=key[1]),
+        }
     for key in [key for key in _latest if not _is_of(groups.get(key[0]), key)]:
         del _latest[key]
     latest = [*_latest.items()][-_MOST_GROUPS:]
     most = _MOST_CALLS // max(len(latest), 1)
-    messages = [{"name": ":".join(key), **facts, "calls": _shortened(facts["calls"], most)} for key, facts in latest]
+    messages = [
+        {"name": ":".join(key), **facts, "calls": _shortened(facts["calls"], most)}
+        for key, facts in latest
+    ]
     # The launcher reads the clock of this rank by it: the later, the better.
     return {"groups": messages, "now_us": time.time_ns() // 1000}
 
@@ -83,7 +89,9 @@ def _is_of(group: Any, key: tuple[str, str]) -> bool:
     if group is None:
         return False
     backends = map(group._get_backend, group._device_types)
-    made = [backend._get_sequence_number_for_group() for backend in backends if backend.name() == key[1]]
+    made = [
+        backend._get_sequence_number_for_group() for backend in backends if backend.name() == key[1]
+    ]
     return not made or max(call[0] for call in _latest[key]["calls"]) <= max(made)
 
 

@@ -71,9 +71,13 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
     except Exception as error:
         fix = ""
         if isinstance(error, ModuleNotFoundError):
-            fix = f"copy it to every host, or call cloudpickle.register_pickle_by_value({error.name})"
+            fix = (
+                f"copy it to every host, or call cloudpickle.register_pickle_by_value({error.name})"
+            )
         where = coordinator.world.hostname
-        raise UserError(f"{facts['name']} cannot be unpickled on {where}: {named(error)}.", fix=fix) from None
+        raise UserError(
+            f"{facts['name']} cannot be unpickled on {where}: {named(error)}.", fix=fix
+        ) from None
 
 
 def answer(coordinator: Coordinator, body: bytes, *, is_result: bool) -> None:

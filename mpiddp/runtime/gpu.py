@@ -57,7 +57,9 @@ def expected_hosts(placement: str) -> list[str]:
 
 
 @contextmanager
-def reading_gpus(ranks: Sequence[int], env: Mapping[str, str], send: Callable[..., None]) -> Iterator[None]:
+def reading_gpus(
+    ranks: Sequence[int], env: Mapping[str, str], send: Callable[..., None]
+) -> Iterator[None]:
     """In the body, send the launcher the readings of the `ranks` of this host, in their order.
 
     A thread starts the vendor's tool every ten seconds. The first failure ends it: a tool that is missing,

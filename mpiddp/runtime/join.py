@@ -29,7 +29,14 @@ from mpiddp.runtime import patches
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import EXIT_UNKNOWN, ProcessKind, Session, current, exit_now, script_session
+from mpiddp.runtime.job.session import (
+    EXIT_UNKNOWN,
+    ProcessKind,
+    Session,
+    current,
+    exit_now,
+    script_session,
+)
 from mpiddp.runtime.rank_log import log_to_console
 from mpiddp.runtime.rendezvous.meet import meet
 from mpiddp.runtime.rendezvous.sockets import bind, resolve
@@ -86,7 +93,9 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
 
     env, ranks = os.environ, session.coordinator
     if getattr(current_process(), "_inheriting", False):
-        sentence = "a process of multiprocessing, such as a DataLoader's worker, runs the script again."
+        sentence = (
+            "a process of multiprocessing, such as a DataLoader's worker, runs the script again."
+        )
         raise UserError(sentence, fix='put its main part below: if __name__ == "__main__":')
     if ranks.connection is None and world.world_size > 1:
         raise UserError(
@@ -105,10 +114,16 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
     )
     # A script has its agent's process for the store, or will have one once it imports torch.
     is_served = session.kind is ProcessKind.SCRIPT and patches.is_on(patches.store_of_job.__name__)
-    if world.rank == 0 and world.world_size > 1 and not (is_served or env.get(AGENT_STORE) == "True"):
+    if (
+        world.rank == 0
+        and world.world_size > 1
+        and not (is_served or env.get(AGENT_STORE) == "True")
+    ):
         # As in a command, nobody serves the store yet, unless the script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
-            session.torch_store = serve_store(env, bind(resolve(address), port, world.hostname).detach())
+            session.torch_store = serve_store(
+                env, bind(resolve(address), port, world.hostname).detach()
+            )
     ranks.world = world
     ranks.hostnames = ranks.all_gather_json(world.hostname, timeout_s=timeout_s)
 
@@ -146,7 +161,11 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
     def leave() -> None:
         session = current()
         error: BaseException | None = session.error or getattr(sys, "last_value", None)
-        if session.kind is not ProcessKind.SCRIPT and error is None and not session.stop.has_stopped:
+        if (
+            session.kind is not ProcessKind.SCRIPT
+            and error is None
+            and not session.stop.has_stopped
+        ):
             last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
             error = None if last_instruction.startswith("RETURN") else EXIT_UNKNOWN
         context.__exit__(type(error) if error else None, error, None)

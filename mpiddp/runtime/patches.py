@@ -131,17 +131,27 @@ def refuse_mpi() -> Callable[[], NoReturn]:
 
 def say_lone_mpi(session: Session) -> None:
     """Say so if the script has started MPI without mpi4py, so that each rank is rank 0 of 1 in it."""
-    if session.rank > 0 or session.starting_mpi is nullcontext or os.environ.get("WORLD_SIZE") == "1":
+    if (
+        session.rank > 0
+        or session.starting_mpi is nullcontext
+        or os.environ.get("WORLD_SIZE") == "1"
+    ):
         return
     maps = Path("/proc/self/maps").read_text("latin-1")
     if library := "/libmpi" in maps and re.search(r"/\S*/libmpi(?!r)\w*\.so\S*", maps):
         import ctypes
 
-        ctypes.CDLL(library[0], os.RTLD_NOLOAD).MPI_Initialized(ctypes.byref(has_begun := ctypes.c_int()))
+        ctypes.CDLL(library[0], os.RTLD_NOLOAD).MPI_Initialized(
+            ctypes.byref(has_begun := ctypes.c_int())
+        )
         if has_begun.value:
             session.starting_mpi = nullcontext  # say so once
             why = f"the script has started MPI ({library[0]}) without mpi4py, so each rank is rank 0 of 1 in it"
-            print_error(with_fix(f"{why}.", "mpiddp launch, and in the script before it: from mpi4py import MPI"))
+            print_error(
+                with_fix(
+                    f"{why}.", "mpiddp launch, and in the script before it: from mpi4py import MPI"
+                )
+            )
 
 
 def stop_signal(session: Session) -> None:
@@ -235,7 +245,11 @@ def forming(session: Session) -> None:
         tell = script_session().coordinator.tell_launcher  # connects
         tell("forming", active=True)
         try:
-            with session.starting_mpi() if "mpi" in (*args[:1], kwargs.get("backend")) else nullcontext():
+            with (
+                session.starting_mpi()
+                if "mpi" in (*args[:1], kwargs.get("backend"))
+                else nullcontext()
+            ):
                 init(*args, **kwargs)
         finally:
             tell("forming", active=False)
@@ -295,7 +309,9 @@ def no_dns(session: Session) -> None:
     before, level.value = level.value, _ERROR
     configure(b"hosts", b"none")
     try:
-        make("127.0.0.1", 0, 1, True, timedelta(seconds=1), use_libuv=False)  # libuv would leave a pipe open
+        make(
+            "127.0.0.1", 0, 1, True, timedelta(seconds=1), use_libuv=False
+        )  # libuv would leave a pipe open
     finally:
         configure(b"hosts", services[1].strip() if services else b"files dns")  # glibc's default
         level.value = before

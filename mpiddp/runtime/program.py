@@ -77,11 +77,15 @@ def parse(argv: list[str]) -> Program:
     job = argv if kind == SCRIPT else argv[1:]
     if not job or (kind == SCRIPT and job[0].startswith("-")):  # for example --help
         what = f"expected a script, a module or a command{f', not {job[0]}' if job else ''}"
-        raise UserError(f"mpiddp run: {what}.", fix="mpiddp run (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]")
+        raise UserError(
+            f"mpiddp run: {what}.", fix="mpiddp run (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]"
+        )
     return Program(kind, job[0], tuple(job[1:]))
 
 
-def script_environment(env: Mapping[str, str], launcher: str, exported: Collection[str] = ()) -> dict[str, str]:
+def script_environment(
+    env: Mapping[str, str], launcher: str, exported: Collection[str] = ()
+) -> dict[str, str]:
     """The variables of the program of a rank that has joined, from those of the rank.
 
     A process that finds the MPI's would join the job as this rank: one that the script starts, or a worker
@@ -89,10 +93,17 @@ def script_environment(env: Mapping[str, str], launcher: str, exported: Collecti
     variables that the user has named with -x, `exported`, stay in any case.
     """
     left_out = (*_of_mpi(env), *(() if launcher == "slurm" else ("SLURM_STEP_ID",)))
-    rest = {name: value for name, value in env.items() if name in exported or not name.startswith(left_out)}
+    rest = {
+        name: value
+        for name, value in env.items()
+        if name in exported or not name.startswith(left_out)
+    }
     folders = rest.pop(_LIBRARIES, "").split(os.pathsep)
     # Open MPI puts its own before those of the user.
-    of_mpi = {env.get("OMPI_LIBDIR_LOC"), *(f"{env[name]}/lib" for name in _PREFIXES if name in env)}
+    of_mpi = {
+        env.get("OMPI_LIBDIR_LOC"),
+        *(f"{env[name]}/lib" for name in _PREFIXES if name in env),
+    }
     while folders[0] and folders[0] in of_mpi:
         folders = folders[1:] or [""]
     return rest | ({_LIBRARIES: os.pathsep.join(folders)} if any(folders) else {})
@@ -108,7 +119,9 @@ def _of_mpi(env: Mapping[str, str]) -> tuple[str, ...]:
     return (*set_by_launchers(env), *_IDENTITY)
 
 
-def command_environment(env: Mapping[str, str], launcher: str = "", exported: Collection[str] = ()) -> dict[str, str]:
+def command_environment(
+    env: Mapping[str, str], launcher: str = "", exported: Collection[str] = ()
+) -> dict[str, str]:
     """The variables of the command of a rank that has joined: it may start a torchrun with other ranks."""
     rest = script_environment(env, launcher, exported)
     for name in {GPUS, PLACEMENT, AGENT_STORE}.difference(exported):

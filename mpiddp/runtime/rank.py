@@ -79,7 +79,11 @@ class Rank(NamedTuple):
     @property
     def launcher(self) -> Server | None:
         orders = self.orders
-        return Server(orders.address, orders.key, is_launcher=True, lost_s=orders.lost_s) if orders.address else None
+        return (
+            Server(orders.address, orders.key, is_launcher=True, lost_s=orders.lost_s)
+            if orders.address
+            else None
+        )
 
     @property
     def python(self) -> list[str]:

@@ -108,7 +108,9 @@ class RankAttempt:
         folder = os.environ.get("TMPDIR") or "/tmp"
         self._error_file = Path(folder if os.access(folder, os.W_OK | os.X_OK) else "/tmp", name)
         self.state = State.MEETING
-        self._next: State | None = None  # HELD, or OVER because of the others; None: the program decides
+        self._next: State | None = (
+            None  # HELD, or OVER because of the others; None: the program decides
+        )
         self._is_asked = False  # the launcher has requested a stop
         self._code = FAILED  # the exit code of this rank
         self._ends_at: float | None = None  # when a failure elsewhere ends the program

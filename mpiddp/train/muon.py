@@ -70,7 +70,9 @@ class Muon(torch.optim.Optimizer):
             shares[least].append(parameter)
             work[least] += parameter.numel()
         # All ranks have the momentum of all weights, because a resume may have other shares.
-        nesterov = {weights: self._nesterov(weights, weights.grad, _MOMENTUM) for weights in convolutions}
+        nesterov = {
+            weights: self._nesterov(weights, weights.grad, _MOMENTUM) for weights in convolutions
+        }
         # Weights of one shape form one product: a GPU takes as long to start a small one as to compute it.
         by_shape = attrgetter("shape")
         for _, group in groupby(sorted(shares[rank], key=by_shape), key=by_shape):

@@ -128,7 +128,9 @@ def shard(model: nn.Module, amp: str, *, copies: int) -> nn.Module:
     policy = MixedPrecisionPolicy()
     if amp != "off":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[amp], reduce_dtype=torch.float32)
-        norms: list[nn.Module] = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        norms: list[nn.Module] = [
+            layer for layer in model.modules() if isinstance(layer, _BatchNorm)
+        ]
         # They have few bytes in many layers, so one group gathers all of them at once.
         of_norms = MixedPrecisionPolicy(cast_forward_inputs=False)
         fully_shard(norms, mesh=mesh, mp_policy=of_norms, reshard_after_forward=False)

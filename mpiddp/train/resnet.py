@@ -121,7 +121,9 @@ class ResNet(nn.Module):
     Its fresh weights are He et al.'s initialization, "Delving Deep into Rectifiers" (2015).
     """
 
-    def __init__(self, architecture: Architecture, num_classes: int | None = None, stem: str | None = None):
+    def __init__(
+        self, architecture: Architecture, num_classes: int | None = None, stem: str | None = None
+    ):
         """
         Args:
             architecture: its blocks, a row of `ARCHITECTURES`. The functions of `ARCHS` have it already.
@@ -199,7 +201,9 @@ class WhitenedResNet(nn.Module):
     outputs are uncorrelated from the first step on, which the model need not learn.
     """
 
-    def __init__(self, widths: tuple[int, ...], num_classes: int | None = None, stem: str | None = None):
+    def __init__(
+        self, widths: tuple[int, ...], num_classes: int | None = None, stem: str | None = None
+    ):
         """
         Args:
             widths: channels of each block.

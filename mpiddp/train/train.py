@@ -113,7 +113,9 @@ class Score:
 class Training:
     """A training: its recipe, its data, and everything that a step changes. All ranks make the same calls."""
 
-    def __init__(self, recipe: Recipe, data: Data, world: mpiddp.World, **batches: int | None) -> None:
+    def __init__(
+        self, recipe: Recipe, data: Data, world: mpiddp.World, **batches: int | None
+    ) -> None:
         """`batches` are a global_batch_size and steps_per_epoch that do not follow from the recipe."""
         self.recipe, self.data, self.world = recipe, data, world
         self.log_every = 50  # steps
@@ -206,7 +208,9 @@ class Training:
         for epoch in range(step // self.length, self.recipe.epochs):
             side, indices = self.side(epoch), self.sampler.indices(epoch, first=step % self.length)
             passes = [numbers for of_step in indices for numbers in of_step]
-            batches = datasets.on_a_side_stream(self.data.train.batches(passes, epoch=epoch), self.device)
+            batches = datasets.on_a_side_stream(
+                self.data.train.batches(passes, epoch=epoch), self.device
+            )
             while step < (epoch + 1) * self.length:
                 began, lr = time.perf_counter(), self.learning_rate(step)
                 for group in self.optimizer.param_groups:
@@ -225,7 +229,9 @@ class Training:
                 self.update(step)
                 step += 1
                 ends_epoch, seconds = step % self.length == 0, time.perf_counter() - began
-                yield Step(step, epoch, side, lr, loss_sum, seconds, ends_epoch, step == self.num_steps)
+                yield Step(
+                    step, epoch, side, lr, loss_sum, seconds, ends_epoch, step == self.num_steps
+                )
 
     def loss(self, images: Tensor, labels: Tensor, step: int) -> Tensor:
         """The sum of the losses of these images; an image whose label is IGNORED has none: a scalar."""
@@ -305,10 +311,17 @@ class Training:
         images = (made.number - self._reported) * self.global_batch_size
         step_s, self.train_loss = mean(self.read_clock(made)), self._loss_sum.item() / images
         speed = self.global_batch_size / step_s
-        values = {"lr": made.lr, "train_loss": self.train_loss, "images_per_s": speed, "step_time_s": step_s}
+        values = {
+            "lr": made.lr,
+            "train_loss": self.train_loss,
+            "images_per_s": speed,
+            "step_time_s": step_s,
+        }
         mpiddp.log_metrics(made.number, epoch=made.epoch, **values)
         at = f"epoch {made.epoch + 1}/{self.recipe.epochs}  step {made.number}/{self.num_steps}"
-        line = f"loss {self.train_loss:.4f}  lr {made.lr:.4f}  {speed:,.0f} images/s{self.left(made)}"
+        line = (
+            f"loss {self.train_loss:.4f}  lr {made.lr:.4f}  {speed:,.0f} images/s{self.left(made)}"
+        )
         log.info(f"{at}  {line}")
         self._loss_sum.zero_()
         self._reported = made.number
@@ -371,12 +384,20 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a ResNet.")
     parser.add_argument("--data-dir", type=Path, default=datasets.default_folder())
     parser.add_argument("--out", default="runs/train", help="folder of the run")
-    choices: dict[str, Any] = {"dataset": datasets.DATASETS, "arch": ARCHS, "optimizer": ("sgd", "muon")}
+    choices: dict[str, Any] = {
+        "dataset": datasets.DATASETS,
+        "arch": ARCHS,
+        "optimizer": ("sgd", "muon"),
+    }
     for field in dataclasses.fields(Recipe):
         is_tuple = isinstance(field.default, tuple)
-        kind: dict[str, Any] = {"type": int, "nargs": "*"} if is_tuple else {"type": type(field.default)}
+        kind: dict[str, Any] = (
+            {"type": int, "nargs": "*"} if is_tuple else {"type": type(field.default)}
+        )
         option = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(option, default=argparse.SUPPRESS, choices=choices.get(field.name), **kind)
+        parser.add_argument(
+            option, default=argparse.SUPPRESS, choices=choices.get(field.name), **kind
+        )
     return parser.parse_args()
 
 

@@ -59,7 +59,9 @@ class Trainer(Training):
             self.scored = torch.compile(self.model)  # type: ignore[assignment]
         self.log_every = config.log_every
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
-        self._by_side: dict[int, list[float]] = {}  # the seconds of all steps, by the side of their images
+        self._by_side: dict[
+            int, list[float]
+        ] = {}  # the seconds of all steps, by the side of their images
         self._started_at = time.monotonic()
 
     def seed(self) -> None:
@@ -286,7 +288,9 @@ class Trainer(Training):
         name = next(iter(saved.state)) if len(saved.state) == 1 else "model"
         entry = saved.state.get(name)
         if not isinstance(entry, dict) or entry.keys() != self.model.state_dict().keys():
-            raise mpiddp.UserError(f"--weights {weights}: it is of another model than --arch {self.config.arch}.")
+            raise mpiddp.UserError(
+                f"--weights {weights}: it is of another model than --arch {self.config.arch}."
+            )
         # It logs the tensors that have another shape.
         saved.load_into(strict=False, **{name: self.model})
 
@@ -356,7 +360,9 @@ def require_same_settings(config: Config, out: Path, saved: mpiddp.Resumed) -> N
     rows = [(name, saved.about.config.get(name), now) for name, now in fixed_of(config).items()]
     if different := [f"{name} {old!r}, now {now!r}" for name, old, now in rows if old != now]:
         sentence = f"{resume} was made with another config: {'; '.join(different)}."
-        raise mpiddp.UserError(sentence, fix=f"use the same config, or begin with its weights: --weights {resume}")
+        raise mpiddp.UserError(
+            sentence, fix=f"use the same config, or begin with its weights: --weights {resume}"
+        )
 
 
 # --- files ---
@@ -380,6 +386,8 @@ def steps_in(summary: Path) -> Any:
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace the file, or on an error leave the existing one. NaN and infinities become null."""
-    bad = {name for name, value in values.items() if value in (math.inf, -math.inf) or value != value}
+    bad = {
+        name for name, value in values.items() if value in (math.inf, -math.inf) or value != value
+    }
     finite = {name: None if name in bad else value for name, value in values.items()}
     replace_file(path, f"{json.dumps(finite, indent=1)}\n".encode())

@@ -89,7 +89,13 @@ class DetachedJob:
             if host not in (None, socket.gethostname()):
                 why += f". If it runs on {host}, its lock is not seen here. Log in there"
             return f"job {self.name} has ended without a report: {why}."
-        why = f": {report['error']}" if report.get("error") else f": see mpiddp logs {self.name}" if code else "."
+        why = (
+            f": {report['error']}"
+            if report.get("error")
+            else f": see mpiddp logs {self.name}"
+            if code
+            else "."
+        )
         return f"job {self.name} has ended with code {code}{why}"
 
     def parts(self) -> list[tuple[int, Path]]:
@@ -117,7 +123,11 @@ def waiting_jobs() -> list[tuple[DetachedJob, str]]:
     """The jobs of this machine whose start waits, each with what it waits for, the oldest first."""
     here = ("waiting", socket.gethostname())
     reports = [(job, job.report()) for job in reversed(detached_jobs()) if job.is_running]
-    return [(job, str(r["error"])) for job, r in reports if (r.get("cause"), r.get("launched_on")) == here]
+    return [
+        (job, str(r["error"]))
+        for job, r in reports
+        if (r.get("cause"), r.get("launched_on")) == here
+    ]
 
 
 def detach(beginning: str) -> tuple[DetachedJob, int | None]:
@@ -149,7 +159,10 @@ def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, standard in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(file, standard)
-    for file in (nothing, output):  # `started` stays open: the end of the terminal's process ends no job
+    for file in (
+        nothing,
+        output,
+    ):  # `started` stays open: the end of the terminal's process ends no job
         os.close(file)
     threading.Thread(target=_limit, args=(job,), daemon=True).start()
     return job, starts
@@ -176,14 +189,20 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
     The number is higher than all others, because a user may still use the name of a job that was removed.
     """
     here = (None, socket.gethostname())  # of a job elsewhere, this host may not see the lock
-    ended = [job for job in detached_jobs() if not job.is_running and job.report().get("launched_on") in here]
+    ended = [
+        job
+        for job in detached_jobs()
+        if not job.is_running and job.report().get("launched_on") in here
+    ]
     for old in ended[KEPT:]:
         shutil.rmtree(old.folder, ignore_errors=True)
     from tempfile import TemporaryFile  # takes 10 ms
 
     parent = state_folder() / "jobs"
     if not parent.is_absolute():
-        raise UserError("--detach: this user has no home folder.", fix="set XDG_STATE_HOME to a folder")
+        raise UserError(
+            "--detach: this user has no home folder.", fix="set XDG_STATE_HOME to a folder"
+        )
     try:
         ends = [path.name[len(beginning) + 1 :] for path in parent.glob(f"{beginning}-*")]
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -195,7 +214,9 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
                 return job, locked_folder(job.folder, "lock")
     except OSError as error:
         why = f"cannot keep the job's output in {parent} ({error.strerror})"
-        raise cause_of(error)(f"--detach: {why}.", fix="set XDG_STATE_HOME to another folder") from None
+        raise cause_of(error)(
+            f"--detach: {why}.", fix="set XDG_STATE_HOME to another folder"
+        ) from None
     raise AssertionError
 
 

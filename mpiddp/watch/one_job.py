@@ -22,12 +22,16 @@ _OR_LATEST = "the only one that runs, or else the latest"
 def stacks(argv: list[str]) -> int:
     """Run `mpiddp stacks ARGV`. Raises UserError for bad usage, no such job or rank, or no answer."""
     purpose = "Print the current source line of each rank. The job goes on."
-    of_rank = Option("--rank", value="N", parse=whole(0), help="also print the Python stacks of this rank")
+    of_rank = Option(
+        "--rank", value="N", parse=whole(0), help="also print the Python stacks of this rank"
+    )
     options = job_parser("stacks", purpose, of_rank).parse_args(argv)
     job, rank = find_job(options.job), options.rank
     count = len(job.facts.get("ranks", []))
     if rank is not None and rank >= count > 0:
-        raise UserError(f"--rank {rank}: there is no such rank; job {job.title} has {counted(count, 'rank')}.")
+        raise UserError(
+            f"--rank {rank}: there is no such rank; job {job.title} has {counted(count, 'rank')}."
+        )
     facts = job.ask(VIEW_STACKS)
     text = str(facts["sentence"])
     if rank is not None:
@@ -39,7 +43,9 @@ def stacks(argv: list[str]) -> int:
 
 def stop(argv: list[str]) -> int:
     """Run `mpiddp stop ARGV`. It does not wait for the end of the job. Raises UserError for no such job."""
-    purpose = "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
+    purpose = (
+        "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
+    )
     parser = job_parser("stop", purpose, default="none; the only one that runs is named")
     name = parser.parse_args(argv).job
     job = find_job(name)
@@ -78,7 +84,9 @@ def logs(argv: list[str]) -> int:
 
 def wait(argv: list[str]) -> int:
     """Run `mpiddp wait ARGV`. The exit code is the job's. Raises UserError for bad usage, or no such job."""
-    purpose = "Wait until a job that was started with --detach has ended. The exit code is the job's."
+    purpose = (
+        "Wait until a job that was started with --detach has ended. The exit code is the job's."
+    )
     job = find_detached(job_parser("wait", purpose, default=_OR_LATEST).parse_args(argv).job)
     try:
         job.wait()

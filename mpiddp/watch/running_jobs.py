@@ -72,9 +72,14 @@ class RunningJob:
 _AnyJob = TypeVar("_AnyJob", RunningJob, DetachedJob)
 
 
-def job_parser(verb: str, purpose: str, *options: Option, default: str = "the only one that runs") -> OneSentenceParser:
+def job_parser(
+    verb: str, purpose: str, *options: Option, default: str = "the only one that runs"
+) -> OneSentenceParser:
     parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose)
-    for option in (Option("job", value="JOB", nargs="?", help=f"pid or name (default: {default})"), *options):
+    for option in (
+        Option("job", value="JOB", nargs="?", help=f"pid or name (default: {default})"),
+        *options,
+    ):
         option.add_to(parser)
     return parser
 
@@ -113,12 +118,16 @@ def find_job(name: str | None) -> RunningJob:
             where = detached.report().get("launched_on")
             if detached.is_running:
                 is_here = where == socket.gethostname()
-                state, fix = ("starts or ends now", "") if is_here else (f"runs on {where}", "log in there")
+                state, fix = (
+                    ("starts or ends now", "") if is_here else (f"runs on {where}", "log in there")
+                )
                 raise UserError(f"job {name} {state}.", fix=fix)
             print(detached.ending)
             sys.exit(DONE)
     if not jobs:
-        raise UserError("no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended.")
+        raise UserError(
+            "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
+        )
     titles = listed([job.title for job in jobs])
     called = "is called " + shown(name) if name else "runs in this container"
     raise UserError(f"no job of yours {called}. There are: {titles}.")
@@ -133,7 +142,9 @@ def find_detached(name: str | None) -> DetachedJob:
         return jobs[0]
     for attached in running_jobs() if name else ():
         if name in (attached.name, str(attached.pid)):
-            raise UserError(f"job {attached.title} was started without --detach: its output is where it was started.")
+            raise UserError(
+                f"job {attached.title} was started without --detach: its output is where it was started."
+            )
     called = "" if name is None else f" called {shown(name)}"
     there = f" There are: {listed([job.name for job in jobs])}." if jobs else ""
     raise UserError(f"no job{called} was started with mpiddp launch --detach.{there}")
@@ -155,7 +166,11 @@ def hosts_of(facts: Facts) -> list[str]:
 
 def sockets() -> list[Path]:
     """The sockets of all launchers of this user. Dead launchers may have left theirs."""
-    return [folder / VIEWED_AT for path in viewed_folders() for folder, _ in private_folders(path.parent, path.name)]
+    return [
+        folder / VIEWED_AT
+        for path in viewed_folders()
+        for folder, _ in private_folders(path.parent, path.name)
+    ]
 
 
 def _connected(path: Path) -> tuple[socket.socket, int] | None:

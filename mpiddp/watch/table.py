@@ -18,7 +18,14 @@ from mpiddp.errors import DONE, INTERRUPTED, UserError
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import align_columns, as_json, counted, duration, escaped, seconds, size_text
 from mpiddp.watch.detached import waiting_jobs
-from mpiddp.watch.running_jobs import Facts, RunningJob, find_job, hosts_of, job_parser, running_jobs
+from mpiddp.watch.running_jobs import (
+    Facts,
+    RunningJob,
+    find_job,
+    hosts_of,
+    job_parser,
+    running_jobs,
+)
 
 _EVERY_S = 1.0
 _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
@@ -50,13 +57,21 @@ _OF_GPUS = ("gpu", "gpu-memory", "temp", "slowed")  # shown if a rank has such a
 
 def ps(argv: list[str]) -> int:
     """Run `mpiddp ps ARGV`. Raises UserError for bad usage."""
-    parser = OneSentenceParser(prog="mpiddp ps", description="List your jobs whose mpiddp launch runs on this machine.")
+    parser = OneSentenceParser(
+        prog="mpiddp ps", description="List your jobs whose mpiddp launch runs on this machine."
+    )
     Option("--json", help="print them as JSON, with their ranks").add_to(parser)
     options = parser.parse_args(argv)
     jobs, waiting = running_jobs(), waiting_jobs()
     if options.json:
-        rows = [{"pid": job.pid or None, "name": job.name, **(job.facts or {"phase": job.silence})} for job in jobs]
-        rows += [{"pid": job.pid, "name": job.name, "phase": "waiting", "error": why} for job, why in waiting]
+        rows = [
+            {"pid": job.pid or None, "name": job.name, **(job.facts or {"phase": job.silence})}
+            for job in jobs
+        ]
+        rows += [
+            {"pid": job.pid, "name": job.name, "phase": "waiting", "error": why}
+            for job, why in waiting
+        ]
         print(as_json("ps", {"jobs": rows}))
         return DONE
     lines = [f"{job.title} waits: {escaped(why)}" for job, why in waiting]

@@ -20,7 +20,9 @@ from mpiddp.runtime import rank_attempt
 from tests.support.ranks import ROOT
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
-NCCL_MIN = re.search(r"NCCLDefaultTimeout =\s+std::chrono::milliseconds\((\d+) \* 60 \* 1000\)", HEADER.read_text())
+NCCL_MIN = re.search(
+    r"NCCLDefaultTimeout =\s+std::chrono::milliseconds\((\d+) \* 60 \* 1000\)", HEADER.read_text()
+)
 SIGNAL_S = re.search(r"--signal=B:TERM@(\d+)", (ROOT / "examples/slurm/train.sbatch").read_text())
 FIGURES = [
     ("architecture", "and SIGKILL {:.0f} s later", rank_attempt._END_S),
@@ -48,7 +50,9 @@ def test_a_figure_on_a_page_is_that_of_the_program(page, sentence, figure):
 # The release of OpenSSH that brought each setting of ours, by https://www.openssh.com/releasenotes.html, which
 # begin with 2.9. Also: ssh -G came with 6.8, and ssh -J with 7.3.
 SETTINGS = {
-    **dict.fromkeys(["Host", "HostName", "User", "Port", "LogLevel", "BatchMode", "ClearAllForwardings"], 2.9),
+    **dict.fromkeys(
+        ["Host", "HostName", "User", "Port", "LogLevel", "BatchMode", "ClearAllForwardings"], 2.9
+    ),
     "ConnectTimeout": 3.7,
     "ServerAliveInterval": 3.8,
     "ServerAliveCountMax": 3.8,
@@ -66,7 +70,9 @@ def test_the_oldest_openssh_is_that_of_the_newest_setting():
     with config_file(hosts) as path:
         text = Path(path).read_text(encoding="utf-8")
     written = {line.split()[0] for line in text.splitlines()}
-    assert written | {"ControlPath", "ControlPersist"} == SETTINGS.keys()  # these two share jump hosts
+    assert (
+        written | {"ControlPath", "ControlPersist"} == SETTINGS.keys()
+    )  # these two share jump hosts
     assert f"OpenSSH ({max(SETTINGS.values())} or newer)" in (ROOT / "docs/clusters.md").read_text()
 
 

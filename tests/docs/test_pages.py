@@ -100,7 +100,9 @@ def test_files_name_only_pages_that_exist():
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "evidence"], ids=named)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "evidence"], ids=named
+)
 def test_pages_name_only_files_that_exist(page):
     """Except evidence, which names files of its commits."""
     paths = re.findall(r"`((?:mpiddp|tests|benchmarks|examples)/[\w./-]+)`", prose(page))
@@ -128,13 +130,18 @@ def test_the_readme_says_what_was_measured():
     table = (ROOT / "docs/evidence/accuracy.md").read_text()
     for kind, least in re.findall(r"(to|or to) \[?(\d+) %", readme):
         processor = "without" if kind == "or to" else "with"
-        measured = re.findall(rf"\| {processor} bf16 \| \d \| ([\d.]+) % \| (\d+) \| ([\d.]*)", table)
+        measured = re.findall(
+            rf"\| {processor} bf16 \| \d \| ([\d.]+) % \| (\d+) \| ([\d.]*)", table
+        )
         assert len(measured) == 3
         for accuracy, cpu_s, of_views in measured:
             assert float(accuracy) >= int(least)
             assert float(of_views) >= {"with": 91, "without": 88}[processor]
             assert round(int(cpu_s) / 2 / 60) <= 4
-    assert "trained CIFAR-10 in about four minutes on two CPU cores, [to 89 %](docs/evidence/accuracy.md)" in readme
+    assert (
+        "trained CIFAR-10 in about four minutes on two CPU cores, [to 89 %](docs/evidence/accuracy.md)"
+        in readme
+    )
     assert "and 91 % by six views" in readme
     assert "or to 87 % and 88 % without instructions for bf16" in readme
 
@@ -142,8 +149,17 @@ def test_the_readme_says_what_was_measured():
 def test_the_recipe_is_the_one_that_was_measured():
     """docs/evidence/accuracy.md has the figures of these recipes. With others, measure it again."""
     text = " ".join((ROOT / "docs/evidence/accuracy.md").read_text().split())
-    small = {"arch": "whitened_resnet8", "optimizer": "muon", "batch_size": 128, "lr": 0.25, "label_smoothing": 0.1}
-    for kind, epochs, sides in (("cpu with bf16", 13, {16: 5, 24: 3, 32: 5}), ("cpu", 6, {16: 3, 24: 1, 32: 2})):
+    small = {
+        "arch": "whitened_resnet8",
+        "optimizer": "muon",
+        "batch_size": 128,
+        "lr": 0.25,
+        "label_smoothing": 0.1,
+    }
+    for kind, epochs, sides in (
+        ("cpu with bf16", 13, {16: 5, 24: 3, 32: 5}),
+        ("cpu", 6, {16: 3, 24: 1, 32: 2}),
+    ):
         recipe = RECIPES[f"cifar10, {kind}"]
         assert {name: getattr(recipe, name) for name in small} == small
         assert (recipe.epochs, recipe.views, Counter(recipe.sides)) == (epochs, 6, sides)
@@ -152,7 +168,9 @@ def test_the_recipe_is_the_one_that_was_measured():
 
 def test_the_pages_say_how_long_the_setup_took():
     measured = (ROOT / "docs/evidence/versions.md").read_text()
-    minutes, seconds = map(int, re.search(r"`./run.sh setup` took (\d+) min (\d+) s", measured).groups())
+    minutes, seconds = map(
+        int, re.search(r"`./run.sh setup` took (\d+) min (\d+) s", measured).groups()
+    )
     for page in ("README.md", "docs/get-started.md"):
         said = re.findall(r"takes? \[?(?:about )?(\d+) minutes", (ROOT / page).read_text())
         assert said == [str(round(minutes + seconds / 60))], page
@@ -168,7 +186,9 @@ def test_the_readme_begins_with_the_two_commands_of_a_fresh_clone():
 
 def test_every_chapter_of_the_promises_runs_on_a_pull_request():
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    chapters = {path.stem.removeprefix("test_") for path in (ROOT / "tests/promises").glob("test_*.py")}
+    chapters = {
+        path.stem.removeprefix("test_") for path in (ROOT / "tests/promises").glob("test_*.py")
+    }
     assert {*jobs["promises"]["strategy"]["matrix"]["chapter"]} == chapters
     assert "if" not in jobs["promises"]
     assert jobs["all"]["strategy"]["matrix"] == jobs["quick"]["strategy"]["matrix"]  # each Python
@@ -176,7 +196,11 @@ def test_every_chapter_of_the_promises_runs_on_a_pull_request():
 
 ROWS = [  # of the program's tables, as the pages have them
     *(("clusters", row.name) for row in SCHEDULERS if row.read is not unlisted),
-    *(("security", row.transport.name.split()[0]) for row in SCHEDULERS if not row.transport.is_ssh),
+    *(
+        ("security", row.transport.name.split()[0])
+        for row in SCHEDULERS
+        if not row.transport.is_ssh
+    ),
     *(("clusters", row.name) for row in STARTERS if row.library),
     *(("your-own-script", f"| `{name}` |") for name in SINKS),
 ]
@@ -189,11 +213,18 @@ def test_the_pages_name_each_row(page, name):
 
 def test_each_recipe_names_what_is_like_it():
     """`git grep -w` of it leads to a file of the row."""
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| to add | like |")[2].partition("\n\n")[0]
+    table = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text()
+        .partition("| to add | like |")[2]
+        .partition("\n\n")[0]
+    )
     found = []
     for _, likes, row in (line.split(" | ", 2) for line in table.splitlines()[2:]):
         named = [ROOT / path for path in re.findall(r"`((?:mpiddp|tests|docs)/[\w./]+)`", row)]
-        files = [file for path in named for file in ([path] if path.is_file() else path.glob("*.ini"))]
+        files = [
+            file for path in named for file in ([path] if path.is_file() else path.glob("*.ini"))
+        ]
         text = "\n".join(file.read_text() for file in files)
         found += [re.search(rf"\b{like}\b", text) or like for like in re.findall(r"`(.+?)`", likes)]
     assert len(found) > 12
@@ -299,7 +330,12 @@ def test_every_python_that_the_metadata_claims_has_passed():
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each `mpiddp …` of a page, without what stands before it and after the command."""
-    lines = [line for block in blocks(page) if block.kind in ("sh", "console") for line in joined(block.text)]
+    lines = [
+        line
+        for block in blocks(page)
+        if block.kind in ("sh", "console")
+        for line in joined(block.text)
+    ]
     lines += re.findall(r"^    +(.*\bmpiddp .*)$", prose(page), re.MULTILINE)
     lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if " -" in code]
     for line in lines:
@@ -399,7 +435,9 @@ def test_each_option_of_another_launcher_has_an_answer():
 @pytest.mark.parametrize("page", ["README", "docs/get-started", "docs/migration"])
 def test_no_command_of_a_first_page_scrolls(page):
     """A comment stands above its command. Of README, no output scrolls, either."""
-    code = [block for block in blocks(ROOT / f"{page}.md") if block.kind == "sh" or page == "README"]
+    code = [
+        block for block in blocks(ROOT / f"{page}.md") if block.kind == "sh" or page == "README"
+    ]
     lines = [line for block in code for line in block.text.splitlines()]
     assert [line for line in lines if len(line) > 78 or re.search(r"^[^#].* # ", line)] == []
 
@@ -443,7 +481,12 @@ def test_the_page_shows_the_lines_of_the_example():
 
 
 def test_the_page_shows_the_lines_of_the_whole_loop():
-    section = (ROOT / "docs/your-own-script.md").read_text().partition("\n## 4. ")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs/your-own-script.md")
+        .read_text()
+        .partition("\n## 4. ")[2]
+        .partition("\n## ")[0]
+    )
     shown = [stripped(block.partition("```")[0]) for block in section.split("```python\n")[1:]]
     for lines, name in zip(shown, ("epochs.py", "epochs_on_any_ranks.py"), strict=True):
         assert lines - {"..."} <= stripped((ROOT / "examples" / name).read_text()), name

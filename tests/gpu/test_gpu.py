@@ -299,7 +299,9 @@ def test_sync_bn_gives_two_ranks_the_first_loss_of_one_with_their_batch(here, mo
     source = [word for word in images(here) if not word.startswith("--batch-size")]
     options = [*source, "--global-batch-size=16", "--arch=resnet18", "--amp=off", "--epochs=1"]
     options += ["--steps-per-epoch=2", "--lr=0.05", "--log-every=1", NEVER]
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # TF32 would hide the statistics of half a batch
+    monkeypatch.setenv(
+        "NVIDIA_TF32_OVERRIDE", "0"
+    )  # TF32 would hide the statistics of half a batch
     train(here, 1, "one", *options).assert_ok()
     train(here, 2, "synced", *options, "--sync-bn").assert_ok()
     train(here, 2, "apart", *options).assert_ok()

@@ -35,7 +35,9 @@ def test_what_waits_for_a_gpu_takes_at_most_12_minutes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FIGURES if name != "start"])  # start_variable does all of it
+@pytest.mark.parametrize(
+    "name", [name for name in FIGURES if name != "start"]
+)  # start_variable does all of it
 def test_each_benchmark_works(name, tmp_path):
     """Each one runs once, with as little as it can measure, and its table has the commit and the command."""
     if name in NEED_ROOT and os.geteuid() != 0:

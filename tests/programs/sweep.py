@@ -174,7 +174,9 @@ def trained(name: str) -> Training | None:
 
 
 def objects(trainings: dict[str, Training]) -> dict[str, dict[str, Any]]:
-    return {name: {"model": each.model, "optimizer": each.optimizer} for name, each in trainings.items()}
+    return {
+        name: {"model": each.model, "optimizer": each.optimizer} for name, each in trainings.items()
+    }
 
 
 def save(folder: Path) -> None:

@@ -46,7 +46,9 @@ def placed(done: Done) -> list[tuple[str, int, int]]:
 def one_line(done: Done, word: str) -> str:
     """The error of a refused launch with its fix, which may stand among others of a job's output."""
     assert done.code == 2, done.stdout + done.stderr
-    (error_with_fix,) = re.findall(rf"^mpiddp: (.*{re.escape(word)}.*(?:\n{FIX}.*)?)", done.stderr, re.MULTILINE)
+    (error_with_fix,) = re.findall(
+        rf"^mpiddp: (.*{re.escape(word)}.*(?:\n{FIX}.*)?)", done.stderr, re.MULTILINE
+    )
     return error_with_fix
 
 
@@ -71,7 +73,9 @@ def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
     executable(bin_ / "ssh", NO_SSH)
     executable(bin_ / "srun", f'echo "$@" >>{hosts.folder}/steps; exec /usr/bin/srun "$@"')
 
-    def submit(*arguments: str, first: str = "", how: str = "exec", job: tuple[str, ...] = TWO_EACH) -> Done:
+    def submit(
+        *arguments: str, first: str = "", how: str = "exec", job: tuple[str, ...] = TWO_EACH
+    ) -> Done:
         launch = f"{how} {shlex.join([*LAUNCH, *arguments])}" if arguments else ""
         text = f"#!/bin/bash\nexport PATH={bin_}:$PATH\n{first}\n{launch}\n"
         done = batch.sbatch(text, *job, cwd=hosts.folder, env=ENV)
@@ -173,7 +177,9 @@ def test_a_sick_host_of_a_slurm_job(hosts, sbatch):
 )
 def test_steps_of_a_slurm_job(hosts, sbatch, job):
     """The ranks have all cores and GPUs of a Slurm job, and commands on its hosts share these meanwhile."""
-    run = shlex.join([*LAUNCH[:-1], "hosts", "run", "--", "sh", "-c", "echo has $CUDA_VISIBLE_DEVICES"])
+    run = shlex.join(
+        [*LAUNCH[:-1], "hosts", "run", "--", "sh", "-c", "echo has $CUDA_VISIBLE_DEVICES"]
+    )
     wait = "echo gpus $CUDA_VISIBLE_DEVICES; until [ -e finish ]; do sleep 0.1; done"
     launch = shlex.join([*LAUNCH, "--log-ranks", "all", "--", "sh", "-c", wait])
     lines = [
@@ -183,7 +189,9 @@ def test_steps_of_a_slurm_job(hosts, sbatch, job):
     ]
     done = sbatch(first="\n".join(lines), job=("-N3", *job)).assert_ok()
     # Equal lines of two hosts may come apart.
-    assert set(re.findall(r"^\S+: (has .*)$", done.stdout, re.MULTILINE)) == {"has 0,1"}, done.stdout
+    assert set(re.findall(r"^\S+: (has .*)$", done.stdout, re.MULTILINE)) == {"has 0,1"}, (
+        done.stdout
+    )
     assert len(re.findall("gpus [01]", done.stdout)) == 6, done.stdout
 
 
@@ -191,7 +199,9 @@ def test_steps_of_a_slurm_job(hosts, sbatch, job):
 def test_a_node_of_a_slurm_job_dies(hosts, batch, dies):
     """A Slurm job with --no-kill goes on without a node that dies. The error says what Slurm does else."""
     options = ("--max-restarts=3", "--min-hosts=2", "--lost-after=10s")
-    launch = shlex.join([*LAUNCH, "--log-ranks", "all", *options, program("alone.py"), "never", str(hosts.folder)])
+    launch = shlex.join(
+        [*LAUNCH, "--log-ranks", "all", *options, program("alone.py"), "never", str(hosts.folder)]
+    )
     output, script = hosts.folder / "output", f"#!/bin/sh\nexec {launch}\n"
     number = batch.submit(script, output, *THREE, "--no-kill", cwd=hosts.folder, env=ENV)
     eventually(lambda: output.exists() and output.read_text().count("ready\n") == 3)
@@ -328,7 +338,9 @@ def test_push_in_a_grid_engine_job(qsub):
     folder, mpiddp = Path("/run/project"), shlex.join(LAUNCH[:-1])
     first = f"mkdir {folder}; cd {folder}; head -c 3000000 /dev/urandom >random; exec 2>&1\n"
     first += f"{mpiddp} hosts push {folder}; {mpiddp} hosts run -- sha1sum {folder}/random"
-    done = qsub("--min-hosts=2", "--", "rm", "-rf", str(folder), first=first, pe="spread 5").assert_ok()
+    done = qsub(
+        "--min-hosts=2", "--", "rm", "-rf", str(folder), first=first, pe="spread 5"
+    ).assert_ok()
     sums = dict(re.findall(r"^(node\S+): (\w+)  /run/project/random$", done.stdout, re.MULTILINE))
     assert sums.keys() in ({"node[0-1]"}, {"node0", "node1"}), done  # as they come, at once or not
     assert len({*sums.values()}) == 1
@@ -355,7 +367,9 @@ time.sleep(6000)
 """
 
 
-@pytest.mark.parametrize("why", ["failed first: RuntimeError: a bug", "mpirun was killed by SIGKILL"])
+@pytest.mark.parametrize(
+    "why", ["failed first: RuntimeError: a bug", "mpirun was killed by SIGKILL"]
+)
 def test_a_grid_engine_job_that_fails(engine, qsub, why):
     """In a job of Grid Engine, a rank that fails or an mpirun that is killed ends the ranks on all hosts."""
     kills = (engine.script(KILLS_MPIRUN),)
@@ -381,7 +395,9 @@ def test_qdel(engine, without_sshd):
 def test_an_environment_that_starts_nothing_elsewhere(qsub):
     """If a parallel environment cannot start programs on other hosts, the error shows the way over ssh."""
     line = one_line(qsub(program("identity.py"), pe="loose 3"), "failed")
-    assert re.fullmatch(error("where ssh is allowed", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
+    assert re.fullmatch(
+        error("where ssh is allowed", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line
+    )
 
 
 # --- LSF and PBS: stand-ins of their own remote programs, and no ssh ---

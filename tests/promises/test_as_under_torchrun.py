@@ -54,7 +54,9 @@ def said(folder: Path, way: str) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
-def same(here: Here, folders: dict[str, Path], text: str, *job: str, name: str = "train.py") -> list[dict[str, Any]]:
+def same(
+    here: Here, folders: dict[str, Path], text: str, *job: str, name: str = "train.py"
+) -> list[dict[str, Any]]:
     """What every rank says of this script under each of these ways, which is the same."""
     found = {}
     for way, folder in folders.items():
@@ -117,7 +119,9 @@ def test_signals(here, folders, number, options, lines):
         done = job.wait()
         assert done.code != 0 or way == "python"
         is_interrupt = number == signal.SIGINT
-        assert way == "torchrun" or done.stderr.count("Traceback (most") == is_interrupt, done.stderr
+        assert way == "torchrun" or done.stderr.count("Traceback (most") == is_interrupt, (
+            done.stderr
+        )
         logs = [(folder / f"log{rank}").read_text().splitlines() for rank in ranks_of(way)]
         assert logs == [lines] * len(logs), way
 
@@ -216,7 +220,9 @@ def test_what_mpiddp_starts_beside_such_files(here):
     here.run(mpiddp, "bench", "allreduce", *here.where(2), "--max-size=1K").assert_ok()
     train = ("--use-syn", "--dataset=cifar10", "--arch=resnet20", "--batch-size=2")
     options = ("--epochs=1", "--steps-per-epoch=1", "--out=out")
-    here.run(mpiddp, "launch", *here.where(1), "-m", "mpiddp", "train", *train, *options).assert_ok()
+    here.run(
+        mpiddp, "launch", *here.where(1), "-m", "mpiddp", "train", *train, *options
+    ).assert_ok()
 
 
 # --- streams ---
@@ -436,7 +442,10 @@ del os.environ["LARGE"]
 import torch
 os.environ["LARGE"] = "x" * 600_000
 """
-BOTH, OURS = ("torchrun", "mpiddp"), ("mpiddp",)  # the ways that run the script; torchrun where it might differ
+BOTH, OURS = (
+    ("torchrun", "mpiddp"),
+    ("mpiddp",),
+)  # the ways that run the script; torchrun where it might differ
 FORMS = {
     "execs itself": (OURS, f"{REPLACES_ITSELF}{JOINS}joins()", 1),
     "starts a program": (
@@ -616,7 +625,9 @@ def test_a_library_that_starts_mpi(here, argument):
     done = here.run(*WAYS["mpiddp"], here.script(LIBRARY), argument).assert_ok()
     fix = "mpiddp launch, and in the script before it: from mpi4py import MPI"
     assert done.fixes == [fix] * (argument != "imports"), done.stderr
-    assert ("libmpi.so.40) without mpi4py, so each rank is rank 0 of 1 in it." in done.stderr) is bool(done.fixes)
+    assert (
+        "libmpi.so.40) without mpi4py, so each rank is rank 0 of 1 in it." in done.stderr
+    ) is bool(done.fixes)
 
 
 STARTS_MPI = """

@@ -322,7 +322,9 @@ def test_last_save_is_waited_for(here, how):
     assert steps_kept(here.folder / "run") == [2]
 
 
-@pytest.mark.parametrize(("launcher", "how"), [("launch", "full twice"), ("launch", "full stop"), ("torchrun", "full")])
+@pytest.mark.parametrize(
+    ("launcher", "how"), [("launch", "full twice"), ("launch", "full stop"), ("torchrun", "full")]
+)
 def test_lost_last_save_is_a_failure(here, launcher, how):
     """A job whose last save fails does not exit with 0, and its older checkpoint is kept. With
     on_save_error="stop", all ranks end with exit code 1 at the save after the one that has failed.
@@ -763,7 +765,9 @@ def test_hsdp_resumes_bit_for_bit(hosts):
     assert resumed_step(done) == 3
     expected = contents(whole, 4)
     assert unequal(contents(resumed, 4), expected) == []
-    parts = [expected[f"shard_{rank:05d}"] for rank in range(2)]  # ranks 2 and 3 have the same shards
+    parts = [
+        expected[f"shard_{rank:05d}"] for rank in range(2)
+    ]  # ranks 2 and 3 have the same shards
     saved = sum(each.numel() for part in parts for each in part.values())
     assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
 
@@ -912,7 +916,9 @@ def test_a_bucket_is_one_more_copy(tmp_path, monkeypatch, capsys):
     assert steps_kept(local) == [6, 7]
     shutil.rmtree(store)
     with mpiddp.Checkpoints(address, every=None, keep=2) as checkpoints:
-        assert checkpoints.resume().step == 7  # it makes no step, and its end brings the bucket up to date
+        assert (
+            checkpoints.resume().step == 7
+        )  # it makes no step, and its end brings the bucket up to date
     assert in_bucket() == [6, 7]
     assert main(["checkpoints", "list", address]) == 0
     assert capsys.readouterr().out.count("whole") == 2
@@ -1014,7 +1020,11 @@ def test_addresses_with_a_folder_called_checkpoints(store):
     for name in ("a", "b"):
         address = f"{store}/checkpoints/{name}"
         assert went_on(address, 0.1) == 0
-        assert mpiddp.load(address).step == mpiddp.load(f"{address}/checkpoints/step_00000001").step == 1
+        assert (
+            mpiddp.load(address).step
+            == mpiddp.load(f"{address}/checkpoints/step_00000001").step
+            == 1
+        )
 
 
 def test_the_best_checkpoint_of_another_host(store, tmp_path):
@@ -1025,7 +1035,9 @@ def test_the_best_checkpoint_of_another_host(store, tmp_path):
     assert went_on(store, 0.8, 0.9, **options) == 3
     assert mpiddp.load(store, best=True).step == 1
     went_on(tmp_path / "run", 0.1, 0.5, 0.6, **options)
-    (tmp_path / "run/metrics.jsonl").write_text("")  # the script logs on rank 0 alone, which was on another host
+    (tmp_path / "run/metrics.jsonl").write_text(
+        ""
+    )  # the script logs on rank 0 alone, which was on another host
     went_on(tmp_path / "run", 0.8, 0.9, **options)
     assert steps_kept(tmp_path / "run") == [1, 5]
 
@@ -1078,7 +1090,9 @@ def test_ranks_that_load_from_a_bucket_at_once(here, store):
     went_on(store, 0.1, 0.2)
     shutil.rmtree(local_path(store))
     env = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-    assert here.run("python", here.script(LOADS_SLOWLY), store, env=env).assert_ok().lines == ["2"] * 4
+    assert (
+        here.run("python", here.script(LOADS_SLOWLY), store, env=env).assert_ok().lines == ["2"] * 4
+    )
 
 
 UPLOADS_SLOWLY = """
@@ -1128,9 +1142,21 @@ def test_a_file_server_that_is_away_for_a_moment(tmp_path, monkeypatch, capsys):
 
 def test_a_host_that_was_away_during_a_rewind(apart):
     """What a person has set aside stays aside, though that host still has it."""
-    train = ("train", *OPTIONS, "--steps-per-epoch=9", "--amp=off", *SAVE_ALL, f"--out={PRIVATE}", "--batch-size=4")
+    train = (
+        "train",
+        *OPTIONS,
+        "--steps-per-epoch=9",
+        "--amp=off",
+        *SAVE_ALL,
+        f"--out={PRIVATE}",
+        "--batch-size=4",
+    )
     apart.fork("node0:1,node1:1", *train, "--stop-at-step=4").assert_code(75)
-    apart["node0"].run([sys.executable, "-m", "mpiddp", "checkpoints", "rewind", PRIVATE, "2"], check=True, cwd=ROOT)
+    apart["node0"].run(
+        [sys.executable, "-m", "mpiddp", "checkpoints", "rewind", PRIVATE, "2"],
+        check=True,
+        cwd=ROOT,
+    )
     done = apart.fork("node0:1,node2:1", *train, "--stop-at-step=3").assert_code(75)
     assert resumed_step(done) == 2
     done = apart.fork("node0:1,node1:1", *train, "--stop-at-step=5")
@@ -1144,6 +1170,8 @@ def test_a_start_from_another_run_whose_hosts_differ(apart):
     apart.fork("node0:1,node1:1", *train, f"--out={other}", "--stop-at-step=2").assert_code(75)
     shutil.rmtree(step_folder(apart["node1"].path(other), 2))
     done = apart.fork("node0:1,node1:1", *train, f"--out={new}", f"--resume={other}").assert_code(2)
-    assert f"the newest checkpoint of {other} is step 1 on one host, and 2 on another." in done.stderr
+    assert (
+        f"the newest checkpoint of {other} is step 1 on one host, and 2 on another." in done.stderr
+    )
     one = f"--resume={other}/checkpoints/step_00000001"
     apart.fork("node0:1,node1:1", *train, f"--out={new}", one, "--stop-at-step=2").assert_code(75)

@@ -200,7 +200,10 @@ def test_an_mpirun_that_does_not_start(here):
     mpirun = executable(here.folder / "mpirun", 'echo "mpirun (Open MPI) 5.0.11"; rm -f "$0"')
     job = ("--mpirun", mpirun, "-n", "1", here.script("print('ran')"))
     done = here.run("launch", "--detach", *job).assert_code(2)
-    assert (done.stdout, done.said[-1]) == ("", f"cannot start {mpirun}: No such file or directory.")
+    assert (done.stdout, done.said[-1]) == (
+        "",
+        f"cannot start {mpirun}: No such file or directory.",
+    )
     assert not [*here.folder.glob("state/mpiddp/jobs/*")]
 
 

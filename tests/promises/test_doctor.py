@@ -183,7 +183,9 @@ def test_drill_tells_where_a_resumed_run_differs(here, defect, entry):
     assert (int(named[1]) - (defect == "scheduler")) % 3 == 0  # the step of a save, or the next one
 
 
-FAILS = "import torch.distributed as dist\ndist.init_process_group('gloo')\nraise KeyError('its own')\n"
+FAILS = (
+    "import torch.distributed as dist\ndist.init_process_group('gloo')\nraise KeyError('its own')\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ def is_named(place: Place, done: Done, how: str) -> bool:
 def failing(place: Place, script: str, how: str, *, mpi: str | None = None) -> Done:
     """A job whose rank 1 ends so. It ends with code 1 in time, and leaves no process."""
     job = place.start("launch", *place.where(2), program(script), how, mpi=mpi)
-    job.until("ready", times=2 if script == "one_fails.py" else 1)  # the ranks of the other do not wait
+    job.until(
+        "ready", times=2 if script == "one_fails.py" else 1
+    )  # the ranks of the other do not wait
     with within(ENDED_S):
         done = job.wait().assert_code(1)
     assert is_named(place, done, how), done.stderr
@@ -102,7 +104,9 @@ if os.environ["RANK"] == "1":
 """
 
 
-@pytest.mark.parametrize(("how", "where"), [("kill", "thread"), ("exit", "thread"), ("exit", "atexit")])
+@pytest.mark.parametrize(
+    ("how", "where"), [("kill", "thread"), ("exit", "thread"), ("exit", "atexit")]
+)
 def test_the_end_after_the_main_part(here, how, where):
     """A job fails if a rank fails after its main part, in a thread or in an atexit handler."""
     job = (here.script(ENDS_LATE), how, where)
@@ -232,7 +236,18 @@ def test_a_kill_for_lack_of_memory(here):
 
 def test_the_cores_of_a_control_group(here):
     """Unless you set OMP_NUM_THREADS, a rank has as many threads as its control group has whole cores."""
-    shows = ("env", "-u", "OMP_NUM_THREADS", *LAUNCH, "-H", "localhost:1", "--", "sh", "-c", "echo $OMP_NUM_THREADS")
+    shows = (
+        "env",
+        "-u",
+        "OMP_NUM_THREADS",
+        *LAUNCH,
+        "-H",
+        "localhost:1",
+        "--",
+        "sh",
+        "-c",
+        "echo $OMP_NUM_THREADS",
+    )
     with limited("cpu", {"cpu.cfs_quota_us": "150000"}, {"cpu.max": "150000 100000"}) as enter:
         assert here.run(*enter, *shows).assert_ok().lines == ["1"]
         eventually(lambda: not here.processes())
@@ -296,7 +311,9 @@ def test_a_rank_that_leaves_the_others(place, restarts, who, how, named):
     program = ["--", sys.executable, script] if how == "command" else [script]
     options = (*place.where(2), "--max-restarts", str(restarts))
     done = place.run("launch", *options, *program, who, how).assert_code(1)
-    assert len([line for line in done.said if re.fullmatch(named, line)]) == 1 + restarts, done.stderr
+    assert len([line for line in done.said if re.fullmatch(named, line)]) == 1 + restarts, (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(("who", "how"), [("0", "os._exit"), ("1", "os._exit, then an error")])
@@ -334,7 +351,9 @@ def test_later_groups(here):
 # --- hosts and programs of the MPI ---
 
 
-@pytest.mark.parametrize(("mpi", "script"), [("openmpi5", "one_fails.py"), ("mpich", "alone.py")], indirect=["mpi"])
+@pytest.mark.parametrize(
+    ("mpi", "script"), [("openmpi5", "one_fails.py"), ("mpich", "alone.py")], indirect=["mpi"]
+)
 def test_a_cut_link(hosts, mpi, script):
     """A host whose network link is cut is named as lost, and the ranks on it end as well."""
     where = ("--lost-after", "10s", *hosts.where(3))
@@ -362,7 +381,9 @@ def test_a_rank_that_cannot_start(hosts):
 
 def test_a_host_that_is_lost_at_the_start(hosts):
     """A host whose link is cut between the preflight and its ranks is named within 40 s."""
-    job = hosts.start("launch", "--lost-after", "15s", *hosts.where(3), program("alone.py"), "never")
+    job = hosts.start(
+        "launch", "--lost-after", "15s", *hosts.where(3), program("alone.py"), "never"
+    )
     eventually(lambda: hosts.processes("--map-by seq"))  # mpirun
     with faults.unreachable(hosts["node1"]), within(40):
         done = job.wait().assert_code(1)
@@ -377,7 +398,9 @@ def test_a_firewall(hosts, host, verdict_of_it):
     """A firewall that passes only ssh is named within 20 s, with both hosts and the port. Nothing starts."""
     mark = hosts.folder.name  # in the file with the variables of this job, of all in /tmp
     with faults.firewall(hosts[host], verdict_of_it), within(20):
-        done = hosts.run("launch", *hosts.where(3), program("alone.py"), "never", env={"MARK": mark})
+        done = hosts.run(
+            "launch", *hosts.where(3), program("alone.py"), "never", env={"MARK": mark}
+        )
     assert (done.code, done.stdout) == (1, "")
     address = re.escape(hosts[host].address)
     why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
@@ -396,7 +419,9 @@ def test_without_a_host_behind_a_firewall(hosts, instead):
     assert [rank["host"] for rank in done.records] == ["node0", "node2"]
     (sentence,) = done.said if instead[0] == "--min-hosts" else done.said[1:]
     address = re.escape(hosts["node1"].address)
-    assert re.match(rf"leaving out a host: .*node1 \({address} tcp/\d+\).*: no answer in 3 s", sentence)
+    assert re.match(
+        rf"leaving out a host: .*node1 \({address} tcp/\d+\).*: no answer in 3 s", sentence
+    )
 
 
 def test_a_firewall_where_a_port_is_taken(hosts):
@@ -408,7 +433,9 @@ def test_a_firewall_where_a_port_is_taken(hosts):
     listener.stdout.readline()
     with faults.firewall(hosts["node1"], "drop"):
         env = {"PYTHONPATH": str(hosts.folder)}
-        done = hosts.run("launch", *hosts.where(3), "--min-hosts", "2", program("identity.py"), env=env)
+        done = hosts.run(
+            "launch", *hosts.where(3), "--min-hosts", "2", program("identity.py"), env=env
+        )
     listener.end()
     assert [rank["host"] for rank in done.assert_ok().records] == ["node0", "node2"], done.stderr
 
@@ -457,7 +484,9 @@ def test_an_outage_of_the_launcher(hosts):
     options = ("--lost-after", "5s", "-H", "node1:1,node2:1")
     job = hosts.start("launch", *options, program("alone.py"), "never", hosts.folder).until("step ")
     with faults.unreachable(hosts["node0"]):
-        job.until("no host of the job has answered for 5 s, so the network of this one may be down.")
+        job.until(
+            "no host of the job has answered for 5 s, so the network of this one may be down."
+        )
         time.sleep(8)
     more_steps(job)
     (hosts.folder / "finish").touch()
@@ -525,7 +554,9 @@ def test_a_killed_part_of_the_launcher(hosts, mpi, part):
             job.signal(signal.SIGKILL)
         else:
             programs = {Path(row.command.partition(" ")[0]).name: row for row in hosts.processes()}
-            hosts.kill(programs[PROGRAMS[mpi][part]])  # the last of this name, on node1 if it has one
+            hosts.kill(
+                programs[PROGRAMS[mpi][part]]
+            )  # the last of this name, on node1 if it has one
         done = job.wait().assert_code(-signal.SIGKILL if part == "launcher" else 1)
         eventually(lambda: not hosts.processes())
     # The ranks of a killed daemon end with it, and are named, for none of them said anything.
@@ -562,7 +593,9 @@ def test_a_killed_launcher_leaves_nothing(here):
         job = here.start(*launch, here.script(LEFT_OVER), env=env).until("started", times=2)
         pids = [line.split()[1] for line in job.stdout.splitlines() if line.startswith("started")]
         job.signal(signal.SIGKILL).wait()
-        eventually(lambda: not any(Path("/proc", pid).exists() for pid in pids) and not here.processes())
+        eventually(
+            lambda: not any(Path("/proc", pid).exists() for pid in pids) and not here.processes()
+        )
         assert [*Path(sessions).iterdir()]
         here.run(*launch, "--", "true", env=env).assert_ok()
         assert not [*Path(sessions).iterdir()]
@@ -631,7 +664,9 @@ if os.environ["RANK"] == "0":
 def test_an_error_after_the_end_of_the_others(here):
     """A rank that has finished is not blamed for the error of another one, whatever words this has."""
     done = here.run("launch", *here.where(2), here.script(UPLOADS)).assert_code(1)
-    assert verdict(done).startswith(f"rank 0 on {here.hosts[0]} failed first: ConnectionError: "), done.stderr
+    assert verdict(done).startswith(f"rank 0 on {here.hosts[0]} failed first: ConnectionError: "), (
+        done.stderr
+    )
 
 
 SURVIVES = """

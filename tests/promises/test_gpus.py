@@ -128,7 +128,9 @@ def test_launches_that_wait_for_gpus(hosts):
     eventually(lambda: (folder / "users-node1").exists() and begun() == "a begins\n" * 2)
     second = hosts.start(*launch, *job, "b", env=env).until("node0: GPU 0 is in use: pid ")
     third = hosts.run(*launch, "--detach", *job, "c", env=env).assert_ok().stdout.strip()
-    waits = rf"(?m)^\d+ \({third}\) waits: node0: GPU 0 is in use: pid \d+ of root \(.+ node1: GPU 0 .+"
+    waits = (
+        rf"(?m)^\d+ \({third}\) waits: node0: GPU 0 is in use: pid \d+ of root \(.+ node1: GPU 0 .+"
+    )
     assert re.search(waits, hosts.run("ps", env=env).stdout)
     (folder / "a ends").touch()
     eventually(lambda: len(begun().splitlines()) == 4)
@@ -169,7 +171,9 @@ def test_a_wait_for_gpus_that_is_over(here, tmp_path):
     sentence = f"localhost: GPU 0 is in use: pid {os.getpid()} of "
     assert refused.said[-1].startswith(sentence)
     assert refused.fixes[-1] == "--no-check, to start anyway"
-    assert any(line.startswith(sentence) for line in here.run("launch", JOB, env=env).assert_ok().said)
+    assert any(
+        line.startswith(sentence) for line in here.run("launch", JOB, env=env).assert_ok().said
+    )
 
 
 def test_the_gpus_of_this_machine(here, tmp_path):
@@ -253,7 +257,9 @@ print("the end", flush=True)
 
 
 # Not by exec: its child has its pipe.
-@pytest.mark.parametrize("then", ["sleep 1", "trap '' TERM\nsleep 6000\necho"], ids=["it ends", "it hangs"])
+@pytest.mark.parametrize(
+    "then", ["sleep 1", "trap '' TERM\nsleep 6000\necho"], ids=["it ends", "it hangs"]
+)
 def test_a_reading_while_the_script_ends(here, tmp_path, then):
     """A reading of the GPUs that is under way when the script ends is no process that the script has left.
 

@@ -105,7 +105,9 @@ def test_a_rank_that_does_not_come_to_the_group(here, late):
     (here.folder / "come").touch()
     sentence = job.wait().assert_code(130 if late else 0).said[0]
     one, other = (f"rank {rank} on {here.hosts[0]}" for rank in (late, 1 - late))
-    waited = rf"{one} has not entered init_process_group, for which rank {1 - late} has waited \d+ s"
+    waited = (
+        rf"{one} has not entered init_process_group, for which rank {1 - late} has waited \d+ s"
+    )
     places = {
         one: r"is in wait \(late\.py:4\): time\.sleep\(0\.1\)",
         other: r'is in <module> \(late\.py:9\): dist\.init_process_group\("gloo"\)',
@@ -221,7 +223,9 @@ def test_a_save_of_one_rank_alone(here, rank):
 
 def test_a_hang_that_somebody_looks_at(here):
     """However often a viewer asks for the stacks, --hang-timeout ends the job."""
-    job = here.start("launch", "--hang-timeout", seconds(10), *here.where(2), here.script(HALF, "half.py"))
+    job = here.start(
+        "launch", "--hang-timeout", seconds(10), *here.where(2), here.script(HALF, "half.py")
+    )
     while job.process.poll() is None:
         here.run("stacks", str(job.pid))
     assert job.wait().assert_code(1).said[-1].startswith("the job hung and was stopped: ")
@@ -385,7 +389,9 @@ def test_top_goes_on_across_a_restart(here):
     job = here.start("launch", "--max-restarts", "1", *here.where(2), script, "never")
     with in_a_terminal(*TOP, str(job.until("ready", times=2).pid), cwd=here.folder) as shown:
         shown.until(r"running, 2 ranks on 1 host, step \d+, \S+, attempt 1, ")
-        ranks = [process for process in here.processes(script) if "runtime.script" in process.command]
+        ranks = [
+            process for process in here.processes(script) if "runtime.script" in process.command
+        ]
         here.kill(ranks[0])
         shown.until(r"running, 2 ranks on 1 host, step \d+, \S+, attempt 2, ")
         job.signal(signal.SIGTERM).wait().assert_code(75)

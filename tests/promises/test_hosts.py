@@ -80,7 +80,11 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Mode and bytes of every file but those of mpiddp and rsync, and those that no push takes along."""
     private = re.compile(r"(^|/)\.(mpiddp|~tmp~)|^(runs|\.git)/|/__pycache__/")
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: (path.lstat().st_mode, path.read_bytes()) for name, path in paths.items() if not private.search(name)}
+    return {
+        name: (path.lstat().st_mode, path.read_bytes())
+        for name, path in paths.items()
+        if not private.search(name)
+    }
 
 
 def by_host(text: str) -> dict[str, list[str]]:
@@ -152,7 +156,9 @@ def test_check(hosts, file):
 
 def test_run_prints_equal_outputs_once(hosts, file):
     """`mpiddp hosts run` runs a command on every host, and prints equal outputs once."""
-    done = hosts.run("python", "-c", TOGETHER, "run", file, "--", "sh", "-c", "echo same; uname -n; echo why >&2")
+    done = hosts.run(
+        "python", "-c", TOGETHER, "run", file, "--", "sh", "-c", "echo same; uname -n; echo why >&2"
+    )
     assert done.lines[0::2] == [f"node{n}: same" for n in range(3)]
     assert done.lines[1::2] == [f"node{n}: node{n}" for n in range(3)]
     assert (done.code, done.stderr) == (0, "node[0-2]: why\n")
@@ -195,7 +201,9 @@ SLEEP = "echo begun; (trap '' TERM; exec sleep 1000) & sleep 1000; wait"
 @pytest.mark.parametrize("stream", [1, 2])
 def test_run_ends_no_command_for_what_it_prints(hosts, stream):
     """A command may print any amount on stdout and on stderr. `mpiddp hosts run` ends it for neither."""
-    lines = f"head -c 40000000 /dev/zero | tr '\\0' x | fold -w 9999 >&{stream}; echo; echo finished"
+    lines = (
+        f"head -c 40000000 /dev/zero | tr '\\0' x | fold -w 9999 >&{stream}; echo; echo finished"
+    )
     done = hosts.run("hosts", "run", "-H", "node0,node1", "--", "sh", "-c", lines).assert_ok()
     hosts_done = re.findall(r"^(\S+): finished$", done.stdout, re.M)
     assert hosts_done in (["node[0-1]"], ["node0", "node1"], ["node1", "node0"])
@@ -205,7 +213,9 @@ def test_run_says_once_why_a_host_does_not_answer(hosts):
     """A host that is off, or whose Python does not start, is named in one line, with the reason."""
     node1, folder = hosts["node1"], Path("/usr/local/bin")
     with faults.mounted(node1, folder):  # the hosts of other tests have it, too
-        executable(node1.path(folder) / "python3", "echo python3: cannot load libz.so.1 >&2; exit 127")
+        executable(
+            node1.path(folder) / "python3", "echo python3: cannot load libz.so.1 >&2; exit 127"
+        )
         done = hosts.run("hosts", "run", "-H", "node1,10.77.0.99", "--", "true").assert_code(1)
     off, broken = sorted(done.said)
     assert off.startswith("10.77.0.99: ssh 10.77.0.99: no route (")
@@ -243,7 +253,9 @@ def test_push_makes_a_folder_the_same(hosts, file, project):
     write(project, {"src/deep/new": "new"})
     sent = links.sent_bytes(hosts["node0"])
     done = hosts.run("hosts", "push", file, project).assert_ok()
-    assert re.fullmatch(rf"pushing {re.escape(str(project))} \(\d+ files, [\d.]+ .?B\)", done.said[0])
+    assert re.fullmatch(
+        rf"pushing {re.escape(str(project))} \(\d+ files, [\d.]+ .?B\)", done.said[0]
+    )
     assert links.sent_bytes(hosts["node0"]) - sent < 10_000_000
     for path in there:
         kept = {name: text for name, text in theirs.items() if (path / name).read_text() == text}
@@ -293,7 +305,9 @@ def test_push_and_pull_need_rsync(hosts, file, project):
             done = hosts.run("hosts", verb, file, project)
             assert done.code != 0
             said = done.stdout + done.stderr
-            assert "node1: rsync is not installed there.\n  fix: sudo apt-get install rsync\n" in said
+            assert (
+                "node1: rsync is not installed there.\n  fix: sudo apt-get install rsync\n" in said
+            )
     assert not node1.path(project).exists()
 
 

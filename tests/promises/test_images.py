@@ -63,7 +63,10 @@ def launched(*options: str) -> list[str]:
 
 
 def containers(cluster: Cluster) -> list[str]:
-    lists = (host.run(["podman", "ps", "--all", "--format", "{{.Names}}"], check=True) for host in cluster.hosts)
+    lists = (
+        host.run(["podman", "ps", "--all", "--format", "{{.Names}}"], check=True)
+        for host in cluster.hosts
+    )
     return [name for done in lists for name in done.stdout.split()]
 
 
@@ -79,7 +82,9 @@ def test_an_image_is_pushed(hosts, cluster):
         assert hosts.run(*push).assert_ok().lines == ["node1: nothing has changed"]
         assert hosts.run(*launch).assert_ok().lines == ["of the image"] * 2
         make(cluster["node1"], "of another image")
-    alone = hosts.run("launch", "-H", "node0:1", "--image", "podman://no/image", "--", "true").assert_code(2)
+    alone = hosts.run(
+        "launch", "-H", "node0:1", "--image", "podman://no/image", "--", "true"
+    ).assert_code(2)
     assert alone.fixes == ["podman pull no/image"]
 
 
@@ -97,7 +102,10 @@ def test_ranks_in_an_image(hosts, cluster):
         shutil.copy(program(name), hosts.folder)
     done = hosts.run(*launched("-x", f"PATH={Path(sys.executable).parent}:/usr/bin"), "reduces.py")
     ranks = done.assert_ok().records
-    assert [(rank["host"], rank["RANK"], rank["sum"]) for rank in ranks] == [("node0", 0, 3), ("node1", 1, 3)]
+    assert [(rank["host"], rank["RANK"], rank["sum"]) for rank in ranks] == [
+        ("node0", 0, 3),
+        ("node1", 1, 3),
+    ]
     assert {rank["cwd"] for rank in ranks} == {str(hosts.folder)}
     fails = hosts.script("import os, sys; sys.exit(7 if os.environ['RANK'] == '1' else 0)")
     done = hosts.run(*launched("--max-restarts", "1"), fails).assert_code(1)
@@ -133,7 +141,9 @@ def test_no_container_outlives_its_job(hosts, cluster, end):
     else:
         marker = "mpiddp run" if end == "agent" else "podman run"
         hosts.kill(next(process for process in hosts.processes(marker) if process.host == "node1"))
-        named = r"rank 1 on node1 (was killed by SIGKILL|ended first, without an error: it was killed)"
+        named = (
+            r"rank 1 on node1 (was killed by SIGKILL|ended first, without an error: it was killed)"
+        )
         assert re.search(named, job.wait().assert_code(1).stderr)
     eventually(lambda: not (hosts.processes("script.py") or containers(cluster)))
 
@@ -146,7 +156,17 @@ def test_an_image_without_root(cluster):
     user = {"user": USER, "env": {**ALL_OUTPUT, "PYTHONPATH": str(ROOT)}}
     node0.run(["mkdir", "-p", "/dev/mqueue"], check=True)  # which a container of his mounts
     node0.run(["sh", "-c", MAKES], check=True, **user)
-    launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2", "--image", IMAGE, *MOUNTED]
+    launch = [
+        sys.executable,
+        "-m",
+        "mpiddp",
+        "launch",
+        "-H",
+        "localhost:2",
+        "--image",
+        IMAGE,
+        *MOUNTED,
+    ]
     # Podman is found although the PATH for the container does not lead to it.
     job = ("-x", "PATH=/nowhere", "--", "/bin/sh", "-c", "/bin/id -u; echo $USER $HOME")
     done = node0.run([*launch, *job], **user)

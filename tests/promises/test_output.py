@@ -332,7 +332,9 @@ frame #4: clone + 0x44 (0x7f2b64d94253 in /lib/libc.so.6)
 
 def test_the_frames_of_an_error_of_torch(here):
     """Of an error of torch, the lines of C++ are counted and not shown. The log files keep them."""
-    script = here.script(f"import os\nos.environ['RANK'] == '1' and os.write(2, {FRAMES.encode()!r})")
+    script = here.script(
+        f"import os\nos.environ['RANK'] == '1' and os.write(2, {FRAMES.encode()!r})"
+    )
     done = here.run("launch", *here.where(2), "--log-dir", "logs", script).assert_ok()
     lines = FRAMES.splitlines()
     *shown, last = done.stderr.splitlines()

@@ -44,7 +44,9 @@ def test_what_a_page_shows_is_what_its_commands_print(page, tmp_path):
 def test_the_first_jobs_on_any_machine(tmp_path):
     """The first jobs of docs/get-started.md run on a machine with one GPU and one core, too."""
     (tmp_path / "examples").mkdir()
-    (tmp_path / "examples/ddp.py").write_text(PLAIN.read_text().replace("STEPS = 2000", "STEPS = 300"))
+    (tmp_path / "examples/ddp.py").write_text(
+        PLAIN.read_text().replace("STEPS = 2000", "STEPS = 300")
+    )
     tools = tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -58,8 +60,12 @@ def test_the_first_jobs_on_any_machine(tmp_path):
 def test_a_logged_job_ends_with_the_exit_code_of_the_job(tmp_path):
     """The commands of the pages that write a log by `tee` end with the exit code of the job."""
     path = tool(tmp_path / "tools", "mpiddp", "echo the job has said; exit 75")
-    texts = ["\n".join([*map(attrgetter("text"), blocks(page)), prose(page)]) for page in USER_PAGES]
-    logged = [line for text in texts for line in re.findall(r"mpiddp launch[^\n`#]*\| tee[^\n`#]*", text)]
+    texts = [
+        "\n".join([*map(attrgetter("text"), blocks(page)), prose(page)]) for page in USER_PAGES
+    ]
+    logged = [
+        line for text in texts for line in re.findall(r"mpiddp launch[^\n`#]*\| tee[^\n`#]*", text)
+    ]
     assert logged
     for text in texts:
         assert not re.search(r"\| tee", text) or "set -o pipefail" in text
@@ -79,7 +85,9 @@ def compare(text: str, folder: Path, tools: str = "") -> None:
     """Run the commands of a block in one shell, and compare what each prints. `tools` comes first on PATH."""
     shown = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
     pairs = [first_command(text) for text in shown]
-    script = "".join(f"echo {shlex.quote(MARK)}\n(exit $code)\n{command}\ncode=$?\n" for command, _ in pairs)
+    script = "".join(
+        f"echo {shlex.quote(MARK)}\n(exit $code)\n{command}\ncode=$?\n" for command, _ in pairs
+    )
     env = {name: value for name, value in clean_env().items() if name not in ALL_OUTPUT}
     env["PATH"] = f"{Path(sys.executable).parent}:{tools or env['PATH']}"
     done = subprocess.run(
@@ -189,7 +197,9 @@ def test_one_failure_on_four_ranks(here: Here):
     # The victims that are quick enough print a traceback, of 9 to 11 lines, before torchrun ends them.
     about_lines, about_tracebacks = map(int, theirs.groups())
     assert 2 <= tracebacks <= about_tracebacks + 1, torchrun.stderr
-    assert abs(lines + 10 * (about_tracebacks - tracebacks) - about_lines) <= 10 * tracebacks, torchrun.stderr
+    assert abs(lines + 10 * (about_tracebacks - tracebacks) - about_lines) <= 10 * tracebacks, (
+        torchrun.stderr
+    )
 
 
 def counted(done: Done) -> tuple[int, int]:
@@ -228,7 +238,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("script", "ranks", "line"), [(SPAWNS, 1, "sum 2"), (RANK_0_SAVES, 2, "saved 1")])
+@pytest.mark.parametrize(
+    ("script", "ranks", "line"), [(SPAWNS, 1, "sum 2"), (RANK_0_SAVES, 2, "saved 1")]
+)
 def test_what_my_script_may_keep(here: Here, script, ranks, line):
     """What docs/my-script.md says to leave as it is runs: mp.spawn on one rank, torch.save on rank 0."""
     done = here.run("launch", "-H", f"localhost:{ranks}", here.script(script)).assert_ok()

@@ -172,7 +172,9 @@ def test_spawn_restarts_saves_and_stops(here):
     assert first == second > 5
 
 
-@pytest.mark.parametrize(("place", "number"), [("here", signal.SIGINT), ("hosts", signal.SIGKILL)], indirect=["place"])
+@pytest.mark.parametrize(
+    ("place", "number"), [("here", signal.SIGINT), ("hosts", signal.SIGKILL)], indirect=["place"]
+)
 def test_end_of_the_caller(place, number):
     """If the process that called mpiddp.spawn ends, its job ends on every host."""
     job = place.start(*spawns(place, "sleeps")).until("ready", 2)
@@ -239,7 +241,9 @@ def test_accelerate(here):
     names = [f"accelerate.test_utils.scripts.test_{name}" for name in ("ops", "sync", "script")]
     job = "".join(f"runpy.run_module({name!r}, run_name='__main__')\n" for name in names)
     job = here.script(f"import runpy\n{job}print('all have passed')")
-    assert here.run("launch", *options, job, env=env).assert_ok().stdout.count("all have passed") == 2
+    assert (
+        here.run("launch", *options, job, env=env).assert_ok().stdout.count("all have passed") == 2
+    )
 
 
 OF_TRANSFORMERS = """
@@ -327,10 +331,14 @@ def test_mesh_on_unequal_hosts(hosts):
     assert groups(done.stdout, "tp") == [[0, 1]]
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(1, "dp=3 tp=1"), (2, "tp=10+rank"), (1, "device_type='gpu0'")])
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), [(1, "dp=3 tp=1"), (2, "tp=10+rank"), (1, "device_type='gpu0'")]
+)
 def test_mesh_that_does_not_fit(here, ranks, sizes):
     """A mesh that does not fit, or that differs between ranks, is refused in one line."""
-    here.fork(here.script(GROUPS), "init", *sizes.split(), ranks=ranks).assert_refused("mpiddp.mesh: ")
+    here.fork(here.script(GROUPS), "init", *sizes.split(), ranks=ranks).assert_refused(
+        "mpiddp.mesh: "
+    )
 
 
 def test_hybrid_example(here):

@@ -68,7 +68,9 @@ def test_no_time_for_a_restart(here):
     done = here.run("launch", *job, env=env).assert_code(1)
     why, verdict = done.said
     assert why == "the job is not restarted, because the time limit of Slurm is near."
-    assert verdict.startswith(f"rank 0 on {here.hosts[0]} failed first: ValueError: the batch is empty")
+    assert verdict.startswith(
+        f"rank 0 on {here.hosts[0]} failed first: ValueError: the batch is empty"
+    )
     assert json.loads((here.folder / "r").read_text())["error"] == verdict
 
 
@@ -234,7 +236,10 @@ def test_a_module_without_a_name(here):
     """Without what a hot spare needs to know, a healthy job goes on, and one line says so."""
     script = here.script("import sys\nsys.modules[1] = None\nimport torch\nprint('trained')")
     done = here.run("launch", *here.where(1), "--max-restarts", "1", script).assert_ok()
-    assert (done.lines, sum("no hot spare: TypeError" in line for line in done.said)) == (["trained"], 1)
+    assert (done.lines, sum("no hot spare: TypeError" in line for line in done.said)) == (
+        ["trained"],
+        1,
+    )
 
 
 def test_a_spare_that_cannot_start(here):
@@ -365,8 +370,12 @@ def test_a_host_that_fails_the_first_check(hosts):
 def test_a_host_that_ends_two_attempts(hosts):
     """A host that ended two attempts in a row is left out. The last rank keeps its rank in front of its lines."""
     options = ("-H", "node1:1,node0:1", "--max-restarts", "2", "--min-hosts", "1")
-    text = "[ $(hostname) != node1 ] || kill -9 $$; [ $WORLD_SIZE = 1 ] || exec sleep 6000; echo alone"
-    done = hosts.run("launch", *options, "--", "sh", "-c", text, env={"MPIDDP_PREFIX": ""}).assert_ok()
+    text = (
+        "[ $(hostname) != node1 ] || kill -9 $$; [ $WORLD_SIZE = 1 ] || exec sleep 6000; echo alone"
+    )
+    done = hosts.run(
+        "launch", *options, "--", "sh", "-c", text, env={"MPIDDP_PREFIX": ""}
+    ).assert_ok()
     assert done.stdout == "[rank 0 node0] alone\n"
     for sentence in (
         "restarting on node1 and node0 (restart 1 of 2).",
@@ -391,7 +400,9 @@ class Step(NamedTuple):
 class Elastic:
     """A job of elastic.py, or of COUNTS, on the hosts of its own hostfile, whose ranks make steps."""
 
-    def __init__(self, hosts: Hosts, names: list[str], ranks: int, *options: str, script: str = "") -> None:
+    def __init__(
+        self, hosts: Hosts, names: list[str], ranks: int, *options: str, script: str = ""
+    ) -> None:
         self.folder = hosts.folder
         self.list(*names)
         where = ("--hostfile", str(self.folder / "hosts.txt"), "--lost-after", "10s", *options)

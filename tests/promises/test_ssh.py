@@ -126,7 +126,9 @@ def test_hosts_behind_ports_of_one_machine(hosts):
     forwards = shelled(node0, FORWARD, "ssh -S /run/forward -O exit node0")
     with begins_with(node0, known, of_ports), forwards:
         done = hosts.run("launch", "--hostfile", file, program("reduces.py")).assert_ok()
-        assert [(rank["host"], rank["sum"]) for rank in done.records] == [(name, 6) for name in hosts.hosts]
+        assert [(rank["host"], rank["sum"]) for rank in done.records] == [
+            (name, 6) for name in hosts.hosts
+        ]
         done = hosts.run("hosts", "run", "--hostfile", file, "--", "hostname").assert_ok()
     assert sorted(done.lines) == ["localhost-2201: node1", "localhost-2202: node2", "node0: node0"]
 
@@ -174,7 +176,9 @@ def test_a_login_that_is_dropped(hosts):
         with hosts["node0"].popen([sys.executable, "-c", HELD], stdin=PIPE) as held:
             assert held.stdout.readline()
             names = "its sshd closes each login before it begins."  # or that the time is over
-            eventually(lambda: names in hosts.run(*run, "2s", "--", "hostname").assert_code(1).stderr)
+            eventually(
+                lambda: names in hosts.run(*run, "2s", "--", "hostname").assert_code(1).stderr
+            )
             job = hosts.start(*run, "1m", "--", "hostname")
             eventually(lambda: hosts.processes("sleep 0.5"))  # before it is tried again
             held.communicate("\n")
@@ -211,7 +215,9 @@ FAULTS = {
         f"the key {KEY} cannot be read (",
         own="head -c 200 id_ed25519 >half; cat half >id_ed25519",
     ),
-    "no key": Fault(f"no agent and no file of yours has a key.\n{FIX}mpiddp hosts keys", own="rm id_ed25519"),
+    "no key": Fault(
+        f"no agent and no file of yours has a key.\n{FIX}mpiddp hosts keys", own="rm id_ed25519"
+    ),
     "certificate": Fault(
         f"the certificate {KEY}-cert.pub has ended (2020-01-02T00:00:00).\n{FIX}get a new one from the site",
         own="ssh-keygen -y -f id_ed25519 >id_ed25519.pub; ssh-keygen -q -t ecdsa -N '' -f ca; "
@@ -274,7 +280,9 @@ def test_a_slow_login(hosts):
             assert "slow: --login-timeout 2s" in done.stderr
             assert done.code > 0
     # Without a sign of the host: it looks up the key.
-    looks_up = "test -e /run/asked || { touch /run/asked; sleep 14; }; cat /root/.ssh/authorized_keys"
+    looks_up = (
+        "test -e /run/asked || { touch /run/asked; sleep 14; }; cat /root/.ssh/authorized_keys"
+    )
     executable(hosts["node1"].path("/run/keys"), looks_up)
     settings = "AuthorizedKeysFile none\nAuthorizedKeysCommand /run/keys\n"
     with sshd_with(hosts["node1"], f"{settings}AuthorizedKeysCommandUser root\n"):
@@ -297,13 +305,19 @@ def test_no_variable_stays_if_mpirun_does_not_start(hosts):
     mpirun = executable(hosts.folder / "mpirun", 'echo "mpirun (Open MPI) 5.0.11"; rm -f "$0"')
     executable(hosts.folder / "prted", "exit 0")
     with faults.mounted(hosts["node1"], "/tmp", "-o", "mode=1777"):
-        done = hosts.run("launch", "--no-check", "--mpirun", mpirun, "-H", "node0:1,node1:1", "--", "true")
+        done = hosts.run(
+            "launch", "--no-check", "--mpirun", mpirun, "-H", "node0:1,node1:1", "--", "true"
+        )
         kept = [*hosts["node1"].path("/tmp").glob("mpiddp-private-*")]
     assert done.said[-1] == f"cannot start {mpirun}: No such file or directory."
     assert kept == []
 
 
-FEW = [("-n", "2"), 3], [("-n", "2"), 6], *([("-H", "node0:1,node1:1"), limit] for limit in (4, 7, 10, 13))
+FEW = (
+    [("-n", "2"), 3],
+    [("-n", "2"), 6],
+    *([("-H", "node0:1,node1:1"), limit] for limit in (4, 7, 10, 13)),
+)
 
 
 @pytest.mark.parametrize(("where", "limit"), FEW)
@@ -529,7 +543,9 @@ def test_a_url_of_ipv6(hosts):
         stack.enter_context(ipv6(hosts.cluster, numbers=(0, 1), alone=True))
         for name in ("node0", "node1"):
             stack.enter_context(faults.changed(hosts[name], "/etc/hosts", leads_to_ipv6))
-        done = hosts.run("launch", "--log-ranks=all", "-H", "six0:1,six1:1", hosts.script(MAKES_A_URL))
+        done = hosts.run(
+            "launch", "--log-ranks=all", "-H", "six0:1,six1:1", hosts.script(MAKES_A_URL)
+        )
         assert done.assert_ok().lines == ["node0 2.0"] * 2
 
 

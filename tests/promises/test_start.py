@@ -108,7 +108,9 @@ def test_a_rank_that_ends_alone(here):
     for given, code, why in (("75", 75, ""), ("2", 2, ""), ("'no data\\nin x'", 1, ": no data")):
         done = here.run("launch", *here.where(2), script, given)
         named = f"rank 1 on {here.hosts[0]} ended first, with exit code {code}{why}."
-        assert (done.code, f"{named} The other ranks were stopped." in done.said) == (code, True), done.stderr
+        assert (done.code, f"{named} The other ranks were stopped." in done.said) == (code, True), (
+            done.stderr
+        )
 
 
 def test_what_python_runs(here):
@@ -127,7 +129,9 @@ def test_many_ranks(here):
     """A job of 64 ranks starts, shows a line of each, and ends as a whole when one of them fails."""
     fails = "until [ $(ls s* | wc -l) = 64 ]; do sleep 1; done; exit 3"
     text = f"echo $RANK; touch s$RANK; [ $RANK = 37 ] || exec sleep 6000; {fails}"
-    done = here.run("launch", *here.where(64), "--log-ranks", "all", "--", "sh", "-c", text).assert_code(1)
+    done = here.run(
+        "launch", *here.where(64), "--log-ranks", "all", "--", "sh", "-c", text
+    ).assert_code(1)
     assert sorted(map(int, done.lines)) == [*range(64)]
     assert done.said[-1].startswith(f"rank 37 on {here.hosts[0]} ended first, with exit code 3.")
     eventually(lambda: not here.processes())
@@ -140,7 +144,13 @@ def test_without_a_hostfile_this_machine_is_used(here):
     assert len(done.assert_ok().records) == 1
     assert done.said == ["no hosts given: using this machine, slots=1"]
     more = len(os.sched_getaffinity(0)) + 1
-    done = here.run("launch", "--nproc-per-node", str(more), program("identity.py"), env={"CUDA_VISIBLE_DEVICES": ""})
+    done = here.run(
+        "launch",
+        "--nproc-per-node",
+        str(more),
+        program("identity.py"),
+        env={"CUDA_VISIBLE_DEVICES": ""},
+    )
     assert len(done.assert_ok().records) == more
 
 
@@ -405,7 +415,10 @@ def test_a_raw_mpirun(here, mpi):
     job = [here.script(JOINS)] if mpi in ("openmpi5", "mpich") else [*RUN, program("identity.py")]
     command = (mpirun, *options, "-n", "2", sys.executable, *job)
     ranks = here.run(*command, env={"PATH": path, **library_of(mpi)}).assert_ok().records
-    assert [(rank["RANK"], rank["WORLD_SIZE"], rank.get("sum", 3)) for rank in ranks] == [(0, 2, 3), (1, 2, 3)]
+    assert [(rank["RANK"], rank["WORLD_SIZE"], rank.get("sum", 3)) for rank in ranks] == [
+        (0, 2, 3),
+        (1, 2, 3),
+    ]
 
 
 USES_MPI = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
@@ -532,7 +545,9 @@ def test_packages_of_pythonpath(hosts):
     assert " the same on every host: mpi4py " in doctor.stdout
 
 
-@pytest.mark.parametrize("fault", ["script", "port", "address", "library", "MPICH", "Intel MPI", "launcher"])
+@pytest.mark.parametrize(
+    "fault", ["script", "port", "address", "library", "MPICH", "Intel MPI", "launcher"]
+)
 def test_a_refusal_is_printed_once(here, fault):
     """All ranks refuse bad input together, also under a plain mpirun: exit code 2, and one error line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -553,7 +568,9 @@ def test_a_refusal_is_printed_once(here, fault):
         }[fault]
         job = (*RUN, "nowhere.py" if fault == "script" else program("identity.py"))
         done = here.run(*mpirun_command(3, *job), env=env)
-        if not own_lines(done.stderr):  # a loaded machine has begun rank 0 after the end of another rank
+        if not own_lines(
+            done.stderr
+        ):  # a loaded machine has begun rank 0 after the end of another rank
             done = here.run(*mpirun_command(3, *job), env=env)
     assert (done.code, done.stdout) == (2, ""), done.stderr
     (sentence,) = [line for line in own_lines(done.stderr) if not line.startswith("  fix: ")]

@@ -69,7 +69,9 @@ def test_every_kind_of_state(here, ranks):
         assert done.assert_ok().stdout.count("resume ") >= len(kinds)
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, ()), pytest.param(1, ("rest",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "kinds"), [(2, ()), pytest.param(1, ("rest",), marks=pytest.mark.slow)]
+)
 def test_a_resume_is_exact(here, ranks, kinds):
     """A resume continues with the same bits: for each optimizer of torch, its kernels, and kinds of
     parameters; for fp32 or integer states of bf16 weights; for factored states; sharded or not.
@@ -348,7 +350,9 @@ def test_nan_is_never_saved(tmp_path, capsys):
     }
     with mpiddp.Checkpoints(run, every=None, keep=1) as checkpoints:
         checkpoints.save(1, good)
-        for step, bad in enumerate(({"model": {**model.state_dict(), "bias": nan}}, {"adapter": {"lora_A": nan}}), 2):
+        for step, bad in enumerate(
+            ({"model": {**model.state_dict(), "bias": nan}}, {"adapter": {"lora_A": nan}}), 2
+        ):
             checkpoints.save(step, {**good, **bad})
             checkpoints._wait_for_own_save()
             assert steps_kept(run) == [1]
@@ -359,7 +363,9 @@ def test_nan_is_never_saved(tmp_path, capsys):
     checkpoints = mpiddp.Checkpoints(run, every=None, keep=1)
     assert checkpoints.resume().step == 4
     checkpoints.save(5, {"scale": {"a": nan / 0}})
-    with pytest.raises(mpiddp.JobFailed, match=r"step 5 cannot be saved: state\['scale'\]\['a'\] has"):
+    with pytest.raises(
+        mpiddp.JobFailed, match=r"step 5 cannot be saved: state\['scale'\]\['a'\] has"
+    ):
         checkpoints.close()
     with mpiddp.Checkpoints(run, every=None, saves_nan=True) as checkpoints:
         assert checkpoints.resume().step == 4
@@ -384,7 +390,10 @@ def test_a_stage_that_no_rank_loads_is_not_lost(here):
     run, job = here.folder / "run", here.script(STAGES)
     for ranks in (3, 3, 2):
         done = here.fork(job, run, ranks=ranks)
-    assert "model: a save would lose stage2.weight of the checkpoint that the run resumes from, " in done.stderr
+    assert (
+        "model: a save would lose stage2.weight of the checkpoint that the run resumes from, "
+        in done.stderr
+    )
     assert (done.code, steps_kept(run), len(mpiddp.load(run).state["model"])) == (2, [2], 3)
 
 
@@ -742,7 +751,9 @@ def test_a_resume_holds_its_checkpoint(tmp_path, monkeypatch):
         saved = checkpoints.resume()
         assert {path.parent for path in hashed} == {step_folder(run, 2)}
         hashed.clear()
-        shutil.copytree(step_folder(run, 1), step_folder(run, 3))  # newer, so the run would not keep it
+        shutil.copytree(
+            step_folder(run, 1), step_folder(run, 3)
+        )  # newer, so the run would not keep it
         assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 0
         assert step_folder(run, 2).exists()
         shutil.rmtree(step_folder(run, 3))

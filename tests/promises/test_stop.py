@@ -60,7 +60,9 @@ def test_the_same_step(here, mpi):
     assert (len(saved), len(set(saved))) == (3, 1), done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+)
 def test_every_signal(here, number):
     """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop. If the script heeds
     them, a line has the command that resumes the job, but for values of `-x`, which are never printed.
@@ -99,7 +101,9 @@ def test_one_request_by_several_signals(here, numbers):
     since = time.monotonic()
     for number in numbers:
         job.signal(number)
-        eventually(lambda number=number: not is_pending(job.pid, number), poll_s=0)  # or two are one
+        eventually(
+            lambda number=number: not is_pending(job.pid, number), poll_s=0
+        )  # or two are one
         if number != numbers[-1]:
             job.until("saving", times=2)
     if numbers[0] == numbers[1] and time.monotonic() - since > 0.9:
@@ -144,7 +148,9 @@ def test_the_printed_command_resumes(here):
     """The command that a stopped training prints continues it at the next step. It names mpiddp by its path
     if that was typed."""
     program = str(Path(sys.executable).with_name("mpiddp"))
-    elsewhere = [path for path in os.environ["PATH"].split(":") if path != str(Path(program).parent)]
+    elsewhere = [
+        path for path in os.environ["PATH"].split(":") if path != str(Path(program).parent)
+    ]
     train = ["train", *TRAIN, "--batch-size=2", "--steps-per-epoch=300", "--resume=auto"]
     launch = (program, "launch", *LONG_GRACE, *here.where(1), "-m", "mpiddp", *train)
     job = here.start(*launch, env={"PATH": ":".join(elsewhere)}).until("step 2/")
@@ -165,7 +171,10 @@ def test_the_printed_command_resumes(here):
 def test_a_time_limit(here, limit):
     """A job saves and ends with 75 before its allocation ends, or after --stop-after."""
     for seconds in (10, 40, 160, 640):  # until the time is enough for the ranks to start
-        env, options = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}, ()
+        env, options = (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + seconds)},
+            (),
+        )
         if limit == "--stop-after":
             env, options = {}, ("--stop-after", str(seconds / 5))
         done = here.run("launch", *options, *here.where(1), STOPS, env=env)
@@ -214,9 +223,7 @@ def test_sigusr1_without_should_stop(here, forms_a_group):
     ready(here, here.script(text)).signal(signal.SIGUSR1).wait().assert_code(130)
 
 
-NOT_ASKED = (
-    "interrupted: the job was stopped. Its script had not called mpiddp.should_stop(), so it was not asked to save."
-)
+NOT_ASKED = "interrupted: the job was stopped. Its script had not called mpiddp.should_stop(), so it was not asked to save."
 HANGS = """
 import signal, threading
 signal.signal(signal.SIGINT, lambda *_: None)
@@ -228,7 +235,9 @@ threading.Event().wait()
 def test_ctrl_c_on_a_script_that_hangs(here):
     """Ctrl-C says at once how long a script that does not react has, and what kills it."""
     job = ready(here, here.script(HANGS), options=("--grace", "600"))
-    asked = "SIGINT: the ranks have 600 s to end (--grace); the same signal again kills them at once."
+    asked = (
+        "SIGINT: the ranks have 600 s to end (--grace); the same signal again kills them at once."
+    )
     job.signal(signal.SIGINT).until(f"mpiddp: {asked}\n")
     time.sleep(CTRL_C_AGAIN_S)  # sooner, it would count as the same
     job.signal(signal.SIGINT).wait().assert_code(130)

@@ -121,7 +121,10 @@ def test_the_file_to_copy_trains_as_mpiddp_train(here):
     torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     launchers = (torchrun, ("launch", *here.where(2)), mpirun_command(2))
     forked = partial(here.fork, ranks=1)
-    starts = {1: [partial(here.run, "python"), forked, forked], 2: [partial(here.run, *each) for each in launchers]}
+    starts = {
+        1: [partial(here.run, "python"), forked, forked],
+        2: [partial(here.run, *each) for each in launchers],
+    }
     for ranks, (whole, stops, resumes) in starts.items():
         options = (*recipe, f"--data-dir={data}")
         here.train(*options, f"--out=train{ranks}", "--num-workers=0", ranks=ranks).assert_ok()
@@ -374,7 +377,10 @@ mpiddp.check_determinism(begin)
 def test_a_second_run_that_ends_early(here):
     """A run that ends before the other one is a difference as well, also where a script numbers its ranks anew."""
     done = here.fork(here.script(ENDS_EARLY), ranks=2).assert_code(1)
-    assert "two runs of 3 steps from the same start differ: first in step 3, on rank 0 on " in done.stderr
+    assert (
+        "two runs of 3 steps from the same start differ: first in step 3, on rank 0 on "
+        in done.stderr
+    )
 
 
 # Ranks that diverge
@@ -483,7 +489,9 @@ def test_other_data_is_refused(here):
     here.train(*options, f"--data-dir={data[0]}", "--stop-at-step=1").assert_code(75)
     done = here.train(*options, f"--data-dir={data[1]}").assert_code(2)
     assert done.stderr.count("12 + 6 images of 3 classes") == 2, done.stderr
-    job = "import os, sys; from mpiddp import cli; data = ['one', 'other'][int(os.environ['RANK'])]\n"
+    job = (
+        "import os, sys; from mpiddp import cli; data = ['one', 'other'][int(os.environ['RANK'])]\n"
+    )
     job += "sys.exit(cli.main(['train', *sys.argv[1:], f'--data-dir={data}']))"
     done = here.fork(here.script(job), *options, "--out=run2", ranks=2).assert_code(2)
     assert len(re.findall("12 [+] 6 images of 3 classes, names [0-9a-f]{16}", done.stderr)) == 2
@@ -578,7 +586,11 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 @pytest.mark.parametrize(("script", "ranks"), [("many_hosts.py", 1), ("sharded.py", 0)])
 def test_series(here, one_device, script, ranks):
     """The scripts of examples/series have the losses of one device, and resume on one rank."""
-    first = series(partial(here.run, "launch", *here.where(2)) if ranks else partial(here.fork, ranks=2), script, 2)
+    first = series(
+        partial(here.run, "launch", *here.where(2)) if ranks else partial(here.fork, ranks=2),
+        script,
+        2,
+    )
     later = series(partial(here.fork, ranks=ranks), script, 4)
     assert (list(first), list(later)) == (["1", "2"], ["3", "4"])
     assert first | later == pytest.approx(one_device, rel=1e-4)
@@ -609,7 +621,9 @@ def test_the_loop_of_the_guide(here, script):
     assert text.count("            step += 1\n") == 1
     slow = text.replace("            step += 1\n", f"            step += 1{SLOW}")
     (here.folder / script).write_text(slow.replace("import os\n", "import os\nimport time\n", 1))
-    job = here.start("launch", "--grace", "600", *here.where(2), script, env=env).until("in the middle")
+    job = here.start("launch", "--grace", "600", *here.where(2), script, env=env).until(
+        "in the middle"
+    )
     job.signal(signal.SIGINT).wait().assert_code(75)
     (step,) = steps_kept(here.folder / "runs/epochs")[-1:]
     assert step > 27
@@ -692,7 +706,10 @@ def whole_model(run: Path) -> dict[str, torch.Tensor]:
     saved = mpiddp.load(run)
     assert saved.step == 4
     model = saved.state["model"].items()
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model
+    }
 
 
 EACH = """

@@ -78,7 +78,12 @@ def test_the_options_of_a_hostfile(hosts):
     job = (program("variables.py"), "NCCL_DEBUG", "GLOO_SOCKET_IFNAME")
     chosen, kept = ("-x", "NCCL_DEBUG=WARN"), ("-x", "NCCL_DEBUG-")
     of_file = ("--env-file", "job.env")
-    rows = ((), "VERSION"), (of_file, "INFO"), ((*chosen, *of_file), "WARN"), ((*of_file, *kept), None)
+    rows = (
+        ((), "VERSION"),
+        (of_file, "INFO"),
+        ((*chosen, *of_file), "WARN"),
+        ((*of_file, *kept), None),
+    )
     for typed, debug in rows:
         where, env = ("--hostfile", file), {"NCCL_DEBUG": "TRACE"}
         done = hosts.run("launch", *where, *typed, *job, env=env).assert_ok()
@@ -135,7 +140,9 @@ def test_what_crosses_the_network(hosts, mpi):
                     kept, folder = found, file.parent
         time.sleep(0.002)
     job.wait().assert_ok()
-    eventually(lambda: kept["MPIDDP_JOB"].encode() in captured.read_bytes())  # what mpirun sends to its daemon
+    eventually(
+        lambda: kept["MPIDDP_JOB"].encode() in captured.read_bytes()
+    )  # what mpirun sends to its daemon
     seen = captured.read_bytes()
     values = [kept[name] for name in (*env, "MODE", "MPIDDP_ORDERS")]
     assert [value for value in values if value.encode() in seen] == []
@@ -450,7 +457,9 @@ def command_lines(folder: Path, mpi: str) -> dict[str, str]:
 
 def recorded() -> dict[str, str]:
     blocks = re.split(r"(?m)^(?=\[.*, \w+\]$)", GOLDEN.read_text())[1:]
-    return {title: text.rstrip("\n") for title, _, text in (block.partition("\n") for block in blocks)}
+    return {
+        title: text.rstrip("\n") for title, _, text in (block.partition("\n") for block in blocks)
+    }
 
 
 @pytest.mark.parametrize("mpi", STARTERS)
@@ -470,4 +479,6 @@ if __name__ == "__main__":
             except pytest.skip.Exception as missing:
                 print(f"{GOLDEN.name} keeps its lines of {starter}: {missing}", file=sys.stderr)
     titles = [f"[{scenario}, {mpi}]" for scenario in SCENARIOS for mpi in STARTERS]
-    GOLDEN.write_text("\n".join(f"{title}\n{written[title]}\n" for title in titles if title in written))
+    GOLDEN.write_text(
+        "\n".join(f"{title}\n{written[title]}\n" for title in titles if title in written)
+    )

@@ -84,7 +84,13 @@ def test_another_user(hosts):
     node0 = hosts["node0"]
     ours = node0.run([sys.executable, "-m", "mpiddp", "ps"], env=state, cwd=ROOT).stdout
     assert "one_fails.py" in ours
-    for mode, verb in ((0o755, "ps"), (0o755, "top"), (0o755, "stop"), (0o700, "ps"), (0o700, "logs")):
+    for mode, verb in (
+        (0o755, "ps"),
+        (0o755, "top"),
+        (0o755, "stop"),
+        (0o700, "ps"),
+        (0o700, "logs"),
+    ):
         (hosts.folder / "state").chmod(mode)
         mpiddp = [sys.executable, "-m", "mpiddp", verb]
         theirs = node0.run(mpiddp, env=state, cwd=ROOT, user=USER)
@@ -193,7 +199,9 @@ for source in agents:
     wire.send(head[:14] + bytes(ip) + segment[:16] + struct.pack("!H", check) + segment[18:])
 print("forged", len(agents), flush=True)
 """
-FORGED = '{"type": "failed", "code": 1, "error": "I was forged", "traceback": "", "is_verdict": true}\n'
+FORGED = (
+    '{"type": "failed", "code": 1, "error": "I was forged", "traceback": "", "is_verdict": true}\n'
+)
 
 
 def test_somebody_who_reads_the_traffic(hosts):
@@ -201,7 +209,9 @@ def test_somebody_who_reads_the_traffic(hosts):
     node1 = hosts["node1"]
     command = ["nsenter", f"--target={node1.hub_pid}", "--net", sys.executable, "-c", FORGER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, node1.port, hosts["node0"].port, node1.address], **pipes) as forger:
+    with subprocess.Popen(
+        [*command, node1.port, hosts["node0"].port, node1.address], **pipes
+    ) as forger:
         assert forger.stdout.readline() == "listens\n"
         job = started(hosts, *hosts.where(2))
         out, _ = forger.communicate(FORGED)

@@ -113,7 +113,9 @@ EXPECTED = by_title(FILE.read_text())
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     """The sections now, from a process that has imported little else."""
-    done = subprocess.run([sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return by_title(done.stdout)
 
@@ -129,7 +131,9 @@ def test_an_error_is_a_short_sentence_and_its_fix_stands_below():
     """A terminal of 160 columns shows each error on one line, and what to do on the next one."""
     said = re.findall("^mpiddp: (.*)", FILE.read_text(), re.MULTILINE)
     assert [sentence for sentence in said if len(sentence) > 160] == []
-    orders = r"[.:;] (?i:call|change|copy|give|leave|merge|name|remove|run|set|start|unset|use|write) "
+    orders = (
+        r"[.:;] (?i:call|change|copy|give|leave|merge|name|remove|run|set|start|unset|use|write) "
+    )
     assert [sentence for sentence in said if re.search(orders, sentence)] == []
 
 

@@ -155,11 +155,15 @@ def broken(package: str) -> str:
 
 
 OF_VERSION = "Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n"
-OTHER_TORCH = f"mkdir torch-2.12.1.dist-info; printf '{OF_VERSION}' >torch-2.12.1.dist-info/METADATA"
+OTHER_TORCH = (
+    f"mkdir torch-2.12.1.dist-info; printf '{OF_VERSION}' >torch-2.12.1.dist-info/METADATA"
+)
 BLACKHOLE = "blackhole 10.77.0.3/32"
 FAULTS: Mapping[str, Fault] = {
     "wrong key": on("node1", r"\(publickey\).*ssh-copy-id", faults.key_refused),
-    "unknown host key": Fault("node2", "host key is unknown", lambda hosts: faults.unknown_key(hosts, hosts["node2"])),
+    "unknown host key": Fault(
+        "node2", "host key is unknown", lambda hosts: faults.unknown_key(hosts, hosts["node2"])
+    ),
     "stopped sshd": on("node3", "connection refused", faults.no_sshd),
     "unresolvable name": Fault("nowhere", "cannot be resolved", lambda hosts: ExitStack()),
     "interpreter missing": on("node1", f"{PYTHON} is missing", renamed, PYTHON),
@@ -170,9 +174,15 @@ FAULTS: Mapping[str, Fault] = {
         also=f"missing on node1|{WORK}.* on node1",
     ),
     "Open MPI 4 beside 5": on("node2", r"mpirun differs: .*4\.1\.8", other_mpi),
-    "own name is 127.0.1.1": on("node1", r"127\.0\.1\.1", other_name, "10.77.0.2 node1", "127.0.1.1 node1"),
-    "name unknown on one host": on("node1", "node2 cannot be resolved", faults.without_lines, "/etc/hosts", "node2"),
-    "name leads elsewhere": on("node2", r"node3 .*10\.77\.0\.99", other_name, "10.77.0.4", "10.77.0.99"),
+    "own name is 127.0.1.1": on(
+        "node1", r"127\.0\.1\.1", other_name, "10.77.0.2 node1", "127.0.1.1 node1"
+    ),
+    "name unknown on one host": on(
+        "node1", "node2 cannot be resolved", faults.without_lines, "/etc/hosts", "node2"
+    ),
+    "name leads elsewhere": on(
+        "node2", r"node3 .*10\.77\.0\.99", other_name, "10.77.0.4", "10.77.0.99"
+    ),
     "another torch": on(
         *("node1", r"torch differs: .*2\.12\.1", other_python, f"{broken('torch')}; {OTHER_TORCH}"),
         also="torch does not load on node1",
@@ -185,17 +195,27 @@ FAULTS: Mapping[str, Fault] = {
         *("node3", "mpi4py does not load", other_python, broken("mpi4py")),
         also="mpi4py (differs|is)",
     ),
-    "another mpiddp": on(*("node3", "mpiddp is", other_python), f"cp -r {ROOT}/mpiddp .; echo >>mpiddp/text.py"),
+    "another mpiddp": on(
+        *("node3", "mpiddp is", other_python), f"cp -r {ROOT}/mpiddp .; echo >>mpiddp/text.py"
+    ),
     "foreign libmpi": on("node2", "mpi4py|libmpi", foreign_libmpi, also="versions .*node2"),
     "another driver": on("node1", r"535\.2", gpu_tool, {"driver_version": "535.2"}),
     "memory errors of a GPU": on("node2", "uncorrected memory errors", gpu_tool, {ECC: "3"}),
-    "another user of a GPU": on("node0", r"in use: pid 1 of root \(", gpu_tool, users=f"{GPU}, 1, 70000"),
+    "another user of a GPU": on(
+        "node0", r"in use: pid 1 of root \(", gpu_tool, users=f"{GPU}, 1, 70000"
+    ),
     "another number of GPUs": on("node3", "number of GPUs is 2", gpu_tool, {}, SECOND_GPU),
-    "script changed": on("node2", "train.py is", faults.changed, f"{WORK}/train.py", lambda text: "print(2)\n"),
+    "script changed": on(
+        "node2", "train.py is", faults.changed, f"{WORK}/train.py", lambda text: "print(2)\n"
+    ),
     "module missing": on("node1", "model.py is missing", renamed, f"{WORK}/model.py"),
     "data missing": on("node2", f"{WORK}/data cannot be used", renamed, f"{WORK}/data"),
-    "port blocked one way": on("node1", "node2 → node1.*no answer", filtered, NO_SYN_TO_NODE1, at="node2"),
-    "large packets lost": on("node1", "node2 → node1.*no large ones", filtered, NO_LARGE_TO_NODE1, at="node2"),
+    "port blocked one way": on(
+        "node1", "node2 → node1.*no answer", filtered, NO_SYN_TO_NODE1, at="node2"
+    ),
+    "large packets lost": on(
+        "node1", "node2 → node1.*no large ones", filtered, NO_LARGE_TO_NODE1, at="node2"
+    ),
     "blackholed route": on(
         *("node3", "node3 → node2.*no route|node2 → node3.*no answer", shelled),
         *(f"ip route add {BLACKHOLE}", f"ip route del {BLACKHOLE}"),

@@ -56,7 +56,9 @@ def variables(hosts: Sequence[str], address: str, port: int) -> list[dict[str, s
     ]
 
 
-def in_children(arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: int, err: int) -> int:
+def in_children(
+    arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: int, err: int
+) -> int:
     """The exit code of ranks that run a verb of mpiddp, or a script: the first code that is not 0.
 
     Changes of the process end with the ranks. If a signal ends a rank, the others are killed.
@@ -132,7 +134,9 @@ def _end_with_parent() -> None:
 
 def _called(arguments: Sequence[str]) -> int:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [folder_name for folder_name in path if folder_name and folder_name not in sys.path]
+    sys.path[:0] = [
+        folder_name for folder_name in path if folder_name and folder_name not in sys.path
+    ]
     if arguments[0].endswith(".py"):
         sys.argv = [*arguments]
         sys.path.insert(0, str(Path(arguments[0]).parent))

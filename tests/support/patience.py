@@ -66,5 +66,7 @@ def within(seconds: float) -> Iterator[None]:
         factor = max(factor, slowness())
     limit_s = seconds * min(factor, MOST)
     if taken > limit_s and factor > MOST:
-        pytest.skip(f"{taken:.1f} s, not {seconds} s, on a machine that is {factor:.1f} times as slow")
+        pytest.skip(
+            f"{taken:.1f} s, not {seconds} s, on a machine that is {factor:.1f} times as slow"
+        )
     assert taken <= limit_s, f"{taken:.1f} s, but {seconds} s × {factor:.1f} are promised"

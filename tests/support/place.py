@@ -324,7 +324,9 @@ class Here(Place):
     def popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
         variables = clean_env({"TEST_PLACE": self.mark, **env})
         # In a session of its own: a Ctrl-C at the terminal of the tests is not one of the job.
-        return subprocess.Popen(argv, env=variables, **{"text": True, "start_new_session": True, **how})
+        return subprocess.Popen(
+            argv, env=variables, **{"text": True, "start_new_session": True, **how}
+        )
 
 
 @dataclass

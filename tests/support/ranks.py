@@ -19,8 +19,14 @@ TORCH = (*world.TORCH, "MASTER_ADDR", "MASTER_PORT")
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 # The variables of a job that runs the tests. With PYTHONUNBUFFERED, a line and its newline are two writes, and
 # lines of two ranks mix.
-OF_A_JOB = {*TORCH, "PYTHONUNBUFFERED", *(name for row in (*RANK_SOURCES, *SCHEDULERS) for name in row.proof)}
-_PATTERNS = [p for row in RANK_SOURCES for p in (*row.sets, row.of_a_rank)] + [row.sets for row in SCHEDULERS]
+OF_A_JOB = {
+    *TORCH,
+    "PYTHONUNBUFFERED",
+    *(name for row in (*RANK_SOURCES, *SCHEDULERS) for name in row.proof),
+}
+_PATTERNS = [p for row in RANK_SOURCES for p in (*row.sets, row.of_a_rank)] + [
+    row.sets for row in SCHEDULERS
+]
 SET_BY_A_JOB = re.compile("|".join(["MPIDDP_", *_PATTERNS]))
 CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
 # Most tests read the output of every rank. tests/promises/test_output.py tests the default.
@@ -54,9 +60,13 @@ def mpirun_command(ranks: int, *python_args: str) -> list[str]:
     return [*command, "-np", str(ranks), sys.executable, *python_args]
 
 
-def run_command(command: Sequence[str], cwd: Path = ROOT, **extra: str) -> subprocess.CompletedProcess[str]:
+def run_command(
+    command: Sequence[str], cwd: Path = ROOT, **extra: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command with the variables `extra`, and capture its output."""
-    return subprocess.run(command, env=clean_env(extra), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run(
+        command, env=clean_env(extra), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def script(folder: Path, text: str) -> str:

@@ -65,7 +65,9 @@ def replay(path: Path) -> str:
     outcome = verdict(record)
     sentences |= {line: line for line in (outcome.sentence, outcome.known_cause)}
     fault = f"host at fault: {outcome.host_at_fault}\n" if outcome.host_at_fault else ""
-    text = "".join(f"{line}\n" for line in sentences.values() if line).replace(str(ROOT), _OTHER_ROOT)
+    text = "".join(f"{line}\n" for line in sentences.values() if line).replace(
+        str(ROOT), _OTHER_ROOT
+    )
     return f"{text}{fault}exit code: {outcome.code}\n"
 
 
@@ -166,7 +168,8 @@ JOBS: dict[str, tuple[str, str]] = {  # by name: options, and what each rank run
     "straggler": ("", COLLECTIVES + "all_reduces(400, (0.02, 0.1)[rank])"),
     "not_in_a_collective": (
         "--hang-timeout 5",
-        COLLECTIVES + "if rank:\n    os.mkfifo(f'{__file__}.1')\n    open(f'{__file__}.1')\nall_reduces(9)",
+        COLLECTIVES
+        + "if rank:\n    os.mkfifo(f'{__file__}.1')\n    open(f'{__file__}.1')\nall_reduces(9)",
     ),
     "collectives_differ": (
         "--hang-timeout 5",

@@ -33,7 +33,9 @@ def images(number: int, **options: Any) -> DeviceImages:
     return DeviceImages(pixels, labels, CPU, mean=HALF, std=HALF, **options)
 
 
-def training_of(config: Config, train: DeviceImages, test: DeviceImages | None = None, kind: Any = Trainer) -> Trainer:
+def training_of(
+    config: Config, train: DeviceImages, test: DeviceImages | None = None, kind: Any = Trainer
+) -> Trainer:
     """A fresh training on these images. It needs a process group."""
     trainer: Trainer = kind(config, Data("", 10, 32, train, test), mpiddp.World.from_env(), Path())
     return trainer
@@ -45,7 +47,10 @@ def step_folder(run: Path, step: int) -> Path:
 
 def by_hand(job: Path) -> Path:
     """A copy of an example for ranks that are forks, for which no agent has made a store."""
-    line, copy = 'dist.init_process_group("nccl" if on_gpu else "gloo")', job.with_name(f"by_hand_{job.name}")
+    line, copy = (
+        'dist.init_process_group("nccl" if on_gpu else "gloo")',
+        job.with_name(f"by_hand_{job.name}"),
+    )
     copy.write_text(job.read_text(encoding="utf-8").replace(line, 'mpiddp.init(backend="gloo")'))
     return copy
 
@@ -124,7 +129,9 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def losses(run: Path) -> dict[int, float]:
     """The training loss of each recorded step."""
-    return {record["step"]: record["train_loss"] for record in records(run) if "train_loss" in record}
+    return {
+        record["step"]: record["train_loss"] for record in records(run) if "train_loss" in record
+    }
 
 
 def summary(run: Path) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def rehearsal(*spans: tuple[int, int, str]) -> Rehearsal:
     """Attempts, each with its first and last step. Each has saved step 2."""
     save = {"step": 2, "path": "/x/a.pt"}
     attempts = [
-        RecordedAttempt([state(step, run) for step in range(first, last + 1)], [save]) for first, last, run in spans
+        RecordedAttempt([state(step, run) for step in range(first, last + 1)], [save])
+        for first, last, run in spans
     ]
     ended = [Ended(1, "")] * (len(spans) - 1) + [Ended(0, "")]
     return Rehearsal(True, ended, 1.0, [History(attempts)])

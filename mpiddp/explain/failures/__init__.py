@@ -71,13 +71,19 @@ def _failure(row: SectionProxy, cause: str, fix: str) -> Failure:
     says, pattern = row["says"].split(" |"), "".join(row["pattern"].split("\n"))
     weight = Weight[row.get("weight", "cause").upper()]
     cause, fix = (" ".join(text.split()) for text in (cause, fix))
-    return Failure(row.name, tuple(map(str.strip, says)), cause, fix, pattern, weight, row.get("blames", ""))
+    return Failure(
+        row.name, tuple(map(str.strip, says)), cause, fix, pattern, weight, row.get("blames", "")
+    )
 
 
-_parser = RawConfigParser({"cause": "", "fix": "", "pattern": ""}, delimiters="=", comment_prefixes=";")
+_parser = RawConfigParser(
+    {"cause": "", "fix": "", "pattern": ""}, delimiters="=", comment_prefixes=";"
+)
 for _path in sorted(Path(__file__).parent.glob("*.ini")):
     _parser.read_string(_path.read_text(encoding="utf-8"), str(_path))
-_OF_FILES = (_failure(row, row["cause"], row["fix"]) for row in map(_parser.__getitem__, _parser.sections()))
+_OF_FILES = (
+    _failure(row, row["cause"], row["fix"]) for row in map(_parser.__getitem__, _parser.sections())
+)
 _OF_SSH = (_failure(row, *in_general(row)) for row in ssh_errors() if row["says"])
 ROWS = (*_OF_FILES, *_OF_SSH)
 FAILURES = tuple(row for row in ROWS if row.cause)

@@ -83,12 +83,18 @@ def by_group(calls: Calls) -> dict[Group, dict[int, RankCalls]]:
 def last_call_with(others: Collection[int], groups: Mapping[Group, RankCalls]) -> float:
     """When a rank last called a collective that needs one of the `others`; -inf if it never has."""
     shared = [
-        rank_calls for (_, ranks), rank_calls in groups.items() if ranks is None or not {*ranks}.isdisjoint(others)
+        rank_calls
+        for (_, ranks), rank_calls in groups.items()
+        if ranks is None or not {*ranks}.isdisjoint(others)
     ]
-    return max((group.calls[group.last].at for group in shared if group.last), default=float("-inf"))
+    return max(
+        (group.calls[group.last].at for group in shared if group.last), default=float("-inf")
+    )
 
 
-def find_wait(calls: Calls, world_size: int, told: Collection[int], *, is_over: bool = False) -> Wait | None:
+def find_wait(
+    calls: Calls, world_size: int, told: Collection[int], *, is_over: bool = False
+) -> Wait | None:
     """The oldest collective that some ranks have entered and others have not.
 
     If every missing rank waits too, the ranks wait for each other in different groups, and the wait has all
@@ -128,7 +134,9 @@ def _wait_in(
     entered = {rank: made.calls[number] for rank, made in ranks.items() if number in made.calls}
     kind = entered[min(rank for rank in current if current[rank] == number)].kind
     same = {rank: call for rank, call in entered.items() if _is_same(call.kind, kind)}
-    others = {rank: _numbered(call.kind, number) for rank, call in entered.items() if rank not in same}
+    others = {
+        rank: _numbered(call.kind, number) for rank, call in entered.items() if rank not in same
+    }
     missing = [rank for rank in members if last[rank] < number]
     since = min(call.at for call in same.values())
     waiting = [rank for rank in sorted(same) if is_over or current.get(rank) == number]

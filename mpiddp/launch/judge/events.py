@@ -115,7 +115,9 @@ class Record:
         self.called_at: dict[int, float] = {}
         # The most seconds by which a rank's clock is behind, by its latest messages, because clocks drift.
         self.clocks: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_CLOCKS))
-        self.forming: dict[int, float] = {}  # the ranks that wait in init_process_group, and since when
+        self.forming: dict[
+            int, float
+        ] = {}  # the ranks that wait in init_process_group, and since when
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
         self.add(Event("began", facts=facts, at=self.began_at))

@@ -31,7 +31,9 @@ class Pace:
         if step != self.step:  # the script may begin anew
             self.step, self.since = step, at
         before, self._counter = self._counter, facts["counter"]
-        if samples and (self._counter != before or step <= samples[-1][1] or own_s < samples[-1][2]):
+        if samples and (
+            self._counter != before or step <= samples[-1][1] or own_s < samples[-1][2]
+        ):
             samples.clear()  # the script has begun anew, or another counter or thread makes the steps now
         samples.append((at, step, own_s, facts["cpu_s"]))
         while len(samples) > 2 and samples[1][0] <= at - WINDOW_S:

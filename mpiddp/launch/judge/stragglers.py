@@ -17,7 +17,9 @@ _MOST_SLOW = 2 / 3  # of all ranks
 _LONGEST_WINDOW_S = 60.0  # of a window with too few calls
 
 
-def straggler_sentence(record: Record, windows: Sequence[Mapping[str, Any]]) -> tuple[list[int], str]:
+def straggler_sentence(
+    record: Record, windows: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], str]:
     """The ranks that each of the latest CHRONIC windows names, and a sentence about them, or ""."""
     if len(windows) < CHRONIC:
         return [], ""
@@ -29,7 +31,9 @@ def straggler_sentence(record: Record, windows: Sequence[Mapping[str, Any]]) -> 
     return ranks, f"{record.names(ranks)} {are}: {wait}" if ranks else ""
 
 
-def find_stragglers(calls: Calls, world_size: int, since: float, now: float) -> dict[str, Any] | None:
+def find_stragglers(
+    calls: Calls, world_size: int, since: float, now: float
+) -> dict[str, Any] | None:
     """A window: the ranks for which the others wait, slowest first, and the share of the first.
 
     The share of a rank is the part of the time in which the others have entered a call and this rank has not.

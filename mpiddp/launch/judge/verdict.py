@@ -15,7 +15,15 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, fault
-from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, MpirunEnd, Outcome, Record, Stop, is_silent
+from mpiddp.launch.judge.events import (
+    MPIRUN,
+    MPIRUN_AT_END,
+    MpirunEnd,
+    Outcome,
+    Record,
+    Stop,
+    is_silent,
+)
 from mpiddp.launch.judge.hangs import sentence_at_failure
 from mpiddp.protocol.server import Event
 from mpiddp.text import escaped, signal_name, size_text, with_fix
@@ -74,7 +82,9 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
     try:
         if culprit or printed:
             blames, sentence = known_cause(culprit, printed)
-    except Exception as error:  # it loads the table: the installation may have changed, or no open file is left
+    except (
+        Exception
+    ) as error:  # it loads the table: the installation may have changed, or no open file is left
         sentence = f"no known cause was looked for: {fault(error)}."
     if culprit and blames == "host":
         outcome = outcome._replace(host_at_fault=record.hosts[culprit.rank])
@@ -272,7 +282,9 @@ def _of_own_end(record: Record, first: Event) -> Outcome:
     if code == STOPPED:  # the other ranks may have ended in the same way
         stopped = {rank for rank, end in record.failures.items() if end.facts.get("code") == code}
         has_said_why = error or len(stopped | record.done.keys()) == record.world_size
-    sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record, first)}"
+    sentence = (
+        f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record, first)}"
+    )
     return _naming(record, first, Outcome(code, error if has_said_why else sentence))
 
 
@@ -382,6 +394,10 @@ def known_cause(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tu
     sentence = f'"{line}" has a known cause. {row.program}: {row.cause}'
     fix = explanation.fix.replace("/path/to/python", sys.executable)  # all ranks run this one
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
-    if sys.executable in fix and active and os.path.realpath(active) != os.path.realpath(sys.prefix):
+    if (
+        sys.executable in fix
+        and active
+        and os.path.realpath(active) != os.path.realpath(sys.prefix)
+    ):
         sentence += f" The active environment is another one, {active}."
     return row.blames, with_fix(sentence, fix)

@@ -44,7 +44,9 @@ class Request(NamedTuple):
     networks: tuple[str, ...] = ()
     # This machine's address that all ranks can reach; "" if a dry run finds none.
     control_address: str = "127.0.0.1"
-    addresses: Mapping[str, str] = MappingProxyType({})  # of hosts in `networks`, by their names, where known
+    addresses: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # of hosts in `networks`, by their names, where known
 
     @property
     def other_family(self) -> int:
@@ -59,7 +61,11 @@ class Request(NamedTuple):
     @property
     def why_pinned(self) -> str:
         """The reason for flags that keep mpirun from following a scheduler's variables; "" without any."""
-        names = [row.name for row in SCHEDULERS if row.followed_by and row.is_present(self.environment.shell)]
+        names = [
+            row.name
+            for row in SCHEDULERS
+            if row.followed_by and row.is_present(self.environment.shell)
+        ]
         why = "the hosts, and the way to them, are those of this command; mpirun would follow"
         return f"{why} {all_of(names)}" if names else ""
 
@@ -114,7 +120,8 @@ class Command:
         for path, text in self.files.items():
             lines += [f"cat > {shlex.quote(path)} <<'END'", f"{text}END"]
         assignments = [
-            f"{name}={LEFT_OUT if name in hidden else shlex.quote(value)}" for name, value in self.settings.items()
+            f"{name}={LEFT_OUT if name in hidden else shlex.quote(value)}"
+            for name, value in self.settings.items()
         ]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # Several flags in a row often share a reason: print it once, below the last of them.
@@ -148,7 +155,11 @@ class Starter(NamedTuple):
     def compose(self, request: Request, scratch: str = ".") -> Command:
         """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
         shell, chosen, ours = request.environment
-        passed = {**to_start(shell), **chosen, **ours}  # mpirun's own environment has the others of the shell
+        passed = {
+            **to_start(shell),
+            **chosen,
+            **ours,
+        }  # mpirun's own environment has the others of the shell
         changed = {name: value for name, value in passed.items() if shell.get(name) != value}
         command = Command(str(self.program), [], request.job, {*passed}, scratch, {**changed})
         self.add_flags(request, command)

@@ -43,11 +43,18 @@ def refuse_misplaced(
         program = ["-m", name] if kind == "module" else [name]
         right = shlex.join([*verb.split(), *before, *moved, *program, *kept])
         python = shlex.join(["python", *program, *arguments])
-        sentence = f"{name} does not mention {all_of(flags)}, and an option after {name} goes to {name}."
-        raise UserError(sentence, fix=f"{right}\n{FIX}if {name} takes it all the same: mpiddp launch … -- {python}")
+        sentence = (
+            f"{name} does not mention {all_of(flags)}, and an option after {name} goes to {name}."
+        )
+        raise UserError(
+            sentence,
+            fix=f"{right}\n{FIX}if {name} takes it all the same: mpiddp launch … -- {python}",
+        )
 
 
-def split(arguments: Sequence[str], options: Mapping[str, argparse.Action]) -> tuple[list[str], list[str]]:
+def split(
+    arguments: Sequence[str], options: Mapping[str, argparse.Action]
+) -> tuple[list[str], list[str]]:
     """The arguments that are `options`, with their values; and all others. From "--" on, all are others."""
     taken, others, rest = list[str](), list[str](), iter(arguments)
     for word in rest:
@@ -81,7 +88,9 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     program = "".join(job[:1])
     if not job[program in ("-m", "--") :]:
         sentence = "nothing to launch: expected a script, a module or a command."
-        raise UserError(sentence, fix="mpiddp launch -n 2 train.py, or mpiddp launch -n 2 -m mpiddp train")
+        raise UserError(
+            sentence, fix="mpiddp launch -n 2 train.py, or mpiddp launch -n 2 -m mpiddp train"
+        )
     if ":" in job:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
     files = (program, os.path.join(program, "__main__.py"))  # noqa: PTH118

@@ -43,14 +43,19 @@ class Environment(NamedTuple):
     """
 
     shell: Mapping[str, str] = MappingProxyType({})  # of the user, which mpirun inherits
-    chosen: Mapping[str, str] = MappingProxyType({})  # by -x of a hostfile, then --env-file, then -x
+    chosen: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # by -x of a hostfile, then --env-file, then -x
     ours: Mapping[str, str] = MappingProxyType({})  # of this launcher
 
     @classmethod
     def of(cls, env: Mapping[str, str], settings: Mapping[str, str | None]) -> Environment:
         """The environment of the ranks of a launcher whose variables are `env`. None keeps a variable home."""
         chosen = {name: value for name, value in settings.items() if value is not None}
-        return cls({name: value for name, value in env.items() if settings.get(name, "") is not None}, chosen)
+        return cls(
+            {name: value for name, value in env.items() if settings.get(name, "") is not None},
+            chosen,
+        )
 
     @property
     def of_ranks(self) -> dict[str, str]:
@@ -90,7 +95,9 @@ def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
     """
     needed = [OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else _of_schedulers(env))]
     return {
-        name: value for name, value in env.items() if name in _TO_START or any(place.match(name) for place in needed)
+        name: value
+        for name, value in env.items()
+        if name in _TO_START or any(place.match(name) for place in needed)
     }
 
 
@@ -104,7 +111,9 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, s
         name, has_value, value = text.partition("=")
         if not _NAME.fullmatch(name if has_value else name.removesuffix("-")):
             shown = f"{name}={LEFT_OUT}" if has_value else name
-            raise UserError(f'-x {shown}: "{name}" is not a valid variable name.', fix="for example: -x DEBUG=1")
+            raise UserError(
+                f'-x {shown}: "{name}" is not a valid variable name.', fix="for example: -x DEBUG=1"
+            )
         if not has_value and name.endswith("-"):
             settings[name[:-1]] = None
             continue
@@ -131,7 +140,9 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
             continue
         name, has_value, value = text.removeprefix("export ").partition("=")
         if not _NAME.fullmatch(name) or "\ufffd" in value:
-            raise UserError(f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment.")
+            raise UserError(
+                f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment."
+            )
         if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
             value = value[1:-1]
         yield name, _checked(f"{source}:{number}", name, value if has_value else env.get(name))

@@ -55,13 +55,17 @@ def find_network(
     if not address and not dry_run:
         sentence = f"no address of this machine is known that {[*others.values()][-1]} can reach."
         raise UserError(sentence, fix="--interface NAME, which is this machine's interface to it")
-    addresses = {name: interface.address for key, name in names.items() if interface and key not in others}
+    addresses = {
+        name: interface.address for key, name in names.items() if interface and key not in others
+    }
     for key, name in others.items():
         for there in by_key[key].interfaces if interface and key in by_key else ():
             is_of_family = (":" in there.address) == (":" in address)
             if is_of_family and any(map(there.matches, networks)):
                 addresses.setdefault(name, there.address)
-    return request._replace(interface=interface, networks=networks, control_address=address, addresses=addresses)
+    return request._replace(
+        interface=interface, networks=networks, control_address=address, addresses=addresses
+    )
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:

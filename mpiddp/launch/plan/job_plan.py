@@ -87,7 +87,11 @@ def make_plan(
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     environment = Environment.of(env, options.settings)
     # Without a preflight, --min-hosts still counts at a restart.
-    need = {"--wait-for-hosts": options.wait_s, "--spares": options.spares, "--grow": options.grow_s}
+    need = {
+        "--wait-for-hosts": options.wait_s,
+        "--spares": options.spares,
+        "--grow": options.grow_s,
+    }
     if (given := [name for name, value in need.items() if value]) and not options.check:
         sentence = f"{given[0]} needs the preflight, which finds the hosts that answer."
         raise UserError(sentence, fix="leave out --no-check")
@@ -117,7 +121,9 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
         raise JobFailed("\n".join(dict.fromkeys(failures.values()))) from None
 
 
-def _plan(options: LaunchOptions, environment: Environment, starter: Starter, past: Past, checked: Checked) -> Plan:
+def _plan(
+    options: LaunchOptions, environment: Environment, starter: Starter, past: Past, checked: Checked
+) -> Plan:
     wanted, least = _wanted_hosts(past, options.spares, options.min_hosts)
     chosen = choose(past, checked, wanted, least)
     placed = place(chosen, checked.gpus, starter, options, environment, past, wanted)
@@ -134,7 +140,9 @@ def _plan(options: LaunchOptions, environment: Environment, starter: Starter, pa
         is_restart=past.attempts > 0,
     )
     request = find_network(request, checked.infos, options.interface, dry_run=options.dry_run)
-    request = request._replace(environment=environment._replace(ours=_ours(options, starter, request)))
+    request = request._replace(
+        environment=environment._replace(ours=_ours(options, starter, request))
+    )
     plan = Plan(options, starter, past, checked, chosen, request)
     for line in _choices(plan):
         log.info(line)
@@ -229,7 +237,9 @@ def run_preflight(
     is_off = options.dry_run or not options.check
     if is_off or (is_alone and not uses_gpus):
         return Checked()
-    if is_alone and not waits.wait_s:  # this machine takes all ranks, and only its GPUs may have a fault
+    if (
+        is_alone and not waits.wait_s
+    ):  # this machine takes all ranks, and only its GPUs may have a fault
         host, gpus = named.usable[0], read_health(env.get("PATH"))
         if gpus is None:
             return Checked(complaints={host: NO_ANSWER.format(name=host.name)})
@@ -253,7 +263,9 @@ def run_preflight(
         "uses_gpus": uses_gpus,
     }
     if waits.wait_s and uses_gpus:
-        waits = waits._replace(gpus=lambda host, present: chosen_gpus(present, environment.on(host), host.gpus))
+        waits = waits._replace(
+            gpus=lambda host, present: chosen_gpus(present, environment.on(host), host.gpus)
+        )
     checked = preflight(named.usable, needs, named.transport, waits=waits, logins=logins)
     return check_gpus(checked, environment) if uses_gpus else checked
 

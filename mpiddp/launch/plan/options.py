@@ -15,7 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import OneSentenceParser, common, duration, option, options_of, shell_command, shell_words, whole
+from mpiddp.arguments import (
+    OneSentenceParser,
+    common,
+    duration,
+    option,
+    options_of,
+    shell_command,
+    shell_words,
+    whole,
+)
 from mpiddp.errors import UserError
 from mpiddp.hosts.containers import Image, folder
 from mpiddp.hosts.hostfile import Hosts
@@ -55,14 +64,18 @@ def _ranks(text: str) -> str:
     """The ranks of --log-ranks, for `mpiddp.protocol.channel.is_shown`."""
     if re.fullmatch(f"all|none|{DEFAULT_RANKS}|{_RANK}(,{_RANK})*", text):
         return text
-    raise argparse.ArgumentTypeError(f"expected all, none, or ranks such as 0,5, not {shown(text)!r}")
+    raise argparse.ArgumentTypeError(
+        f"expected all, none, or ranks such as 0,5, not {shown(text)!r}"
+    )
 
 
 def _mpi_args(text: str) -> str:
     first = "".join(shell_words(text)[:1])
     if first.startswith("-") or not first:
         return text
-    raise argparse.ArgumentTypeError(f'"{shown(first)}" is not an option, and mpirun would start it as a program')
+    raise argparse.ArgumentTypeError(
+        f'"{shown(first)}" is not an option, and mpirun would start it as a program'
+    )
 
 
 @dataclass(frozen=True)
@@ -174,7 +187,9 @@ class LaunchOptions:
     @property
     def orders(self) -> Orders:
         """Those of the agents that are options."""
-        return Orders(**{name: value for name, value in vars(self).items() if name in Orders._fields})
+        return Orders(
+            **{name: value for name, value in vars(self).items() if name in Orders._fields}
+        )
 
     @property
     def names_hosts(self) -> bool:
@@ -194,7 +209,11 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
         if (variable := variables_of_options().get(name)) and (text := os.environ.get(variable)):
             default = argument.parsed(text, variable)
         # An empty text takes the option of a hostfile back.
-        how = {"type": lambda text, parse=argument.parse: text and parse(text)} if name in BY_HOSTFILE else {}
+        how = (
+            {"type": lambda text, parse=argument.parse: text and parse(text)}
+            if name in BY_HOSTFILE
+            else {}
+        )
         actions.append(argument.add_to(group, dest=name, default=default, **how))
     return actions
 
@@ -207,8 +226,14 @@ def variables_of_options() -> dict[str, str]:
     """
     arguments = {name: row.metadata["option"] for name, row in options_of(LaunchOptions).items()}
     names = [*arguments]
-    taken = [name for name in names[names.index("bind") :] if arguments[name].value and not arguments[name].repeats]
-    return {name: f"MPIDDP_{arguments[name].names[-1][2:].upper().replace('-', '_')}" for name in taken}
+    taken = [
+        name
+        for name in names[names.index("bind") :]
+        if arguments[name].value and not arguments[name].repeats
+    ]
+    return {
+        name: f"MPIDDP_{arguments[name].names[-1][2:].upper().replace('-', '_')}" for name in taken
+    }
 
 
 def option_parser() -> argparse.ArgumentParser:
@@ -222,7 +247,9 @@ def option_parser() -> argparse.ArgumentParser:
     rows = Path(__file__).with_name("elsewhere.txt").read_text(encoding="utf-8").splitlines()[1:]
     parser.elsewhere = dict(row.split("  ", 1) for row in rows)
     add_options(parser)
-    parser.add_argument("--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN)
+    parser.add_argument(
+        "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
+    )
     parser.add_argument("--nnodes", help=_HIDDEN)
     for flag in _OF_ONE_HOST:
         parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}", help=_HIDDEN)
@@ -235,7 +262,9 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
     parser = option_parser()
     values = vars(parser.parse_args(argv))
-    if hosts := named_hosts(values["hostfile"], values["host_list"], {}, values["login_s"] or SSH.login_s):
+    if hosts := named_hosts(
+        values["hostfile"], values["host_list"], {}, values["login_s"] or SSH.login_s
+    ):
         values = vars(parser.parse_args(argv, _of_hostfile(hosts)))
     values |= {name: getattr(LaunchOptions, name) for name in BY_HOSTFILE if values[name] == ""}
     _as_torchrun(parser, values)
@@ -267,8 +296,12 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
 # A hostfile may choose these: networks, time limits, hosts to leave out, and an image that its runtime keeps: a
 # file could be a colleague's. It may also set variables of the libraries that use the network. Some of these name
 # a file to load or to write, and a value with "/" may.
-BY_HOSTFILE = tuple(name for name, row in options_of(LaunchOptions).items() if row.metadata["by_hostfile"])
-_OF_A_NETWORK = re.compile(r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII)
+BY_HOSTFILE = tuple(
+    name for name, row in options_of(LaunchOptions).items() if row.metadata["by_hostfile"]
+)
+_OF_A_NETWORK = re.compile(
+    r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII
+)
 _OF_A_CLUSTER = (
     "a hostfile may only choose networks, time limits, an image, hosts to leave out, and variables of NCCL, "
     "gloo and UCX without a path"

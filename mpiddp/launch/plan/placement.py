@@ -70,7 +70,13 @@ def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:
 # --- slots and ranks ---
 
 
-def _slots(hosts: Hosts, host: Host, gpus: Sequence[Gpu] | None, options: LaunchOptions, env: Mapping[str, str]) -> int:
+def _slots(
+    hosts: Hosts,
+    host: Host,
+    gpus: Sequence[Gpu] | None,
+    options: LaunchOptions,
+    env: Mapping[str, str],
+) -> int:
     """A host's slots: the number of its line, else that of its GPUs.
 
     A scheduler may count cores, so its slots are at most the GPUs. `gpus`: None if no preflight has asked.
@@ -96,7 +102,9 @@ def _slots(hosts: Hosts, host: Host, gpus: Sequence[Gpu] | None, options: Launch
         has_hosts = options.names_hosts or hosts.scheduler
         is_default = options.host_list == "localhost" or not has_hosts
         if is_default and (options.n, options.npernode) != (None, None):
-            count = (0 if is_gloo else count) or max(len(os.sched_getaffinity(0)), options.npernode or 0)
+            count = (0 if is_gloo else count) or max(
+                len(os.sched_getaffinity(0)), options.npernode or 0
+            )
         return min(host.max_slots or sys.maxsize, count or 1)
     if is_gloo or not 0 < count < slots:
         return slots
@@ -138,7 +146,10 @@ def place(
     fewer ranks may start.
     """
     n, npernode = options.n, options.npernode
-    room = {host: _slots(hosts, host, gpus.get(host), options, environment.on(host)) for host in hosts.hosts}
+    room = {
+        host: _slots(hosts, host, gpus.get(host), options, environment.on(host))
+        for host in hosts.hosts
+    }
     if not (options.names_hosts or past.attempts):
         on_node = environment.shell.get("SLURM_GPUS_ON_NODE", "")
         are_idle = {*room.values()} == {1} and on_node not in ("", "0", "1")
@@ -166,7 +177,10 @@ def place(
         more = f"{'on CPUs: ' * on_cpus}{flags}-H localhost:{n}" * is_unnamed
         if hosts.starter == "srun" and not npernode:
             more = f"#SBATCH --ntasks={n}"
-        raise UserError(f"-n {n} is more than the {total} slots of {hosts.source}{within} ({by_host}).", fix=more)
+        raise UserError(
+            f"-n {n} is more than the {total} slots of {hosts.source}{within} ({by_host}).",
+            fix=more,
+        )
     left = min(limit for limit in (total, n, past.announced.max_ranks) if limit is not None)
     shown_ranks = options.log_ranks.split(",")
     if missing := [rank for rank in shown_ranks if rank.isdigit() and int(rank) >= left]:

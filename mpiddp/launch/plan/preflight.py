@@ -82,7 +82,9 @@ class Waits(NamedTuple):
     wait_s: float = 0.0  # the most seconds
     enough: int = 0  # the number of hosts with which it waits no longer
     tell: Callable[[str], None] | None = None  # is told for what it waits
-    gpus: Callable[[Host, Sequence[Gpu]], list[int | None]] | None = None  # those of a host's ranks; None: for no GPU
+    gpus: Callable[[Host, Sequence[Gpu]], list[int | None]] | None = (
+        None  # those of a host's ranks; None: for no GPU
+    )
 
 
 NOT_AT_ALL = Waits()
@@ -113,15 +115,29 @@ def preflight(
     `needs`: the things that every host must have, which `run_preflight` names.
     """
     program = program_that_prints(TRAVELLING, f"host_info({needs!a})")
-    ask = partial(ask_hosts, python=needs["python"], work_s=facts.LONGEST_S, transport=transport, logins=logins)
+    ask = partial(
+        ask_hosts,
+        python=needs["python"],
+        work_s=facts.LONGEST_S,
+        transport=transport,
+        logins=logins,
+    )
     answers, began_at = dict[Host, Answer](), time.monotonic()
     waits_until, waiting, announced = began_at + waits.wait_s, [*hosts], list[str]()
     while True:
-        answers |= ask(hosts if waits.gpus else waiting, program)  # a GPU that was free may be in use by now
-        silent = [host for host, answer in answers.items() if answer.why and not answer.has_failed_there]
+        answers |= ask(
+            hosts if waits.gpus else waiting, program
+        )  # a GPU that was free may be in use by now
+        silent = [
+            host for host, answer in answers.items() if answer.why and not answer.has_failed_there
+        ]
         # To wait for another host key would be in vain, because only people change it.
         missing = [host for host in silent if _NEW_KEY not in answers[host].stderr]
-        there = {host: HostInfo.of_json(host, answer.value) for host, answer in answers.items() if not answer.why}
+        there = {
+            host: HostInfo.of_json(host, answer.value)
+            for host, answer in answers.items()
+            if not answer.why
+        }
         busy = _busy(there, waits, ask, logins) if logins is not None else {}
         waiting, left_s = [*missing, *busy], waits_until - time.monotonic()
         if left_s <= 0 or len(hosts) - len(waiting) >= waits.enough:
@@ -159,7 +175,10 @@ def preflight(
 
 
 def _busy(
-    there: Mapping[Host, HostInfo], waits: Waits, ask: Callable[..., dict[Host, Answer]], logins: Logins
+    there: Mapping[Host, HostInfo],
+    waits: Waits,
+    ask: Callable[..., dict[Host, Answer]],
+    logins: Logins,
 ) -> dict[Host, str]:
     """A sentence for each host whose GPUs are in use. It claims those of the other hosts, if these are enough.
 
@@ -172,7 +191,9 @@ def _busy(
     free = [host for host in chosen if host not in busy]
     if free and len(free) >= waits.enough:
         addresses = {
-            there[host].machine: [gpu.address for at, gpu in enumerate(present[host]) if at in chosen[host]]
+            there[host].machine: [
+                gpu.address for at, gpu in enumerate(present[host]) if at in chosen[host]
+            ]
             for host in free
         }
         answers = ask(free, program_that_prints(TRAVELLING[:-1], f"claim({addresses!a})"))
@@ -206,7 +227,9 @@ def _mistaken(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
         first = machines.setdefault(info.machine or host.name, host.name)
         another = named.get(info.hostname.partition(".")[0], host)
         if first != host.name:
-            sentences[host] = with_fix(f"{host.name} and {first} are the same machine.", "merge them into one")
+            sentences[host] = with_fix(
+                f"{host.name} and {first} are the same machine.", "merge them into one"
+            )
         elif short[another] != short[host]:
             sentences[host] = with_fix(
                 f"{host.name}: its own name is {another.name}, another host of the job.",
@@ -240,16 +263,24 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
     if image := [*needs["image"]][-1:]:
         said = (info.image or f"no answer of {program}").strip()
         if not identity(said):
-            return with_fix(f"{name}: {image[0]}: {escaped(said.splitlines()[-1])}", needs["image_fix"])
+            return with_fix(
+                f"{name}: {image[0]}: {escaped(said.splitlines()[-1])}", needs["image_fix"]
+            )
         if identity(said) != identity(first.image or ""):
-            return with_fix(f"{image[0]} is another image on {first.host.name} than on {name}.", needs["image_fix"])
+            return with_fix(
+                f"{image[0]} is another image on {first.host.name} than on {name}.",
+                needs["image_fix"],
+            )
     if not info.has_script:
         return with_fix(f"{name}: {needs['script']} is missing.", _PUSH)
     if info.gpus is None and needs["uses_gpus"]:
         return NO_ANSWER.format(name=name)
     if interface and not any(present.matches(interface) for present in info.interfaces):
         names = all_of(list(dict.fromkeys(present.name for present in info.interfaces)))
-        return with_fix(f'interface "{interface}" is not on {name}, which has {names}.', "name one of these, or none")
+        return with_fix(
+            f'interface "{interface}" is not on {name}, which has {names}.',
+            "name one of these, or none",
+        )
     software = {"torch": "torch", "mpi4py": "mpi4py", "mpirun": needs["mpirun"]}
     for fact, program in software.items():
         versions = {host.host.name: getattr(host, fact) or "missing" for host in (first, info)}

@@ -47,9 +47,13 @@ _AS_ROOT = "mpirun refuses to run as root without this flag"
 _NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
 _BTL = "shared memory and TCP are enough for these messages, and every host has them"
 _KEEPALIVE = "the daemons outlive an outage; the launcher itself decides who is lost (--lost-after)"
-_ANY_SHELL = "ssh with the settings of this job, and then your own; any login shell of a host will do"
+_ANY_SHELL = (
+    "ssh with the settings of this job, and then your own; any login shell of a host will do"
+)
 _NO_SHELL_ASSUMED = "the login shells of the hosts need not be the one of this host"
-_FAMILY = "one version of IP: Open MPI fails where one host has an IPv6 address, and another has none"
+_FAMILY = (
+    "one version of IP: Open MPI fails where one host has an IPv6 address, and another has none"
+)
 # With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
 _ALL_LOGINS = "this host makes all ssh logins; the other hosts need no ssh keys for each other"
@@ -57,9 +61,7 @@ _SESSIONS = (
     "session files outside the TMPDIR of the job, which the scheduler removes on a host as soon as one of "
     "the job's tasks ends there"
 )
-_FULL_NAMES = (
-    "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know the short ones"
-)
+_FULL_NAMES = "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know the short ones"
 _PARAMETER_OPTION = re.compile("--?(|g|o|prte|pmix)mca")
 # For each generation: its runtime, the option of the runtime's parameters, the component that starts daemons,
 # one that would follow another scheduler, and the folder of session files. That of 5 is not
@@ -175,7 +177,10 @@ def _intel_mpi(request: Request, command: Command) -> None:
     command.add(_COUNTS, "-machinefile", command.file("mpiddp-machines", _counts(request)))
     variables = ("I_MPI_HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
     _add_hydra(request, command, "-bootstrap", *variables)
-    if len(request.hosts.hosts) > 1 and (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.environment.shell:
+    if (
+        len(request.hosts.hosts) > 1
+        and (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.environment.shell
+    ):
         # Otherwise some hosts log in to others, without this configuration.
         command.settings[branches] = str(len(request.hosts.hosts))
     command.add(_IPV6 if request.other_family == 4 else "", "-v6")
@@ -196,7 +201,9 @@ def _add_hydra(request: Request, command: Command, launcher: str, *variables: st
     program_variable, arguments_variable = variables
     transport, interface = request.hosts.transport, request.interface
     hydra, program, why = transport.hydra, transport.agent[0], request.why_pinned or transport.why
-    if program_variable not in request.environment.shell and (agent := command.ssh_agent(request.hosts)):
+    if program_variable not in request.environment.shell and (
+        agent := command.ssh_agent(request.hosts)
+    ):
         hydra, why, (program, _, arguments) = "rsh", _ANY_SHELL, agent.partition(" ")
         arguments += f" {request.environment.shell.get(arguments_variable, '')}"
         command.settings[arguments_variable] = arguments.rstrip()
@@ -218,7 +225,13 @@ def _srun(request: Request, command: Command) -> None:
     where = () if listed else (f"--nodelist={','.join(names)}",)
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
     # srun passes on only the variables that are named here, so those of a login are named too.
-    exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.environment.shell.keys() | command.variables
+    exported = {
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+    } & request.environment.shell.keys() | command.variables
     if PRIVATE not in command.variables:  # otherwise the hosts have the others already
         exported |= request.environment.of_ranks.keys()
     command.add(_PER_RANK, f"--ntasks={request.hosts.world_size}")
@@ -235,7 +248,10 @@ def _srun(request: Request, command: Command) -> None:
         command.settings["SLURM_OVERLAP"] = "1"
     cpus = request.environment.shell.get("SLURM_CPUS_PER_TASK", "")
     most = max(host.ranks for host in request.hosts.hosts)
-    if most > 1 and not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & request.environment.shell.keys():
+    if (
+        most > 1
+        and not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & request.environment.shell.keys()
+    ):
         # As scripts for torchrun do: the job has the cores of one task on each host, and several GPUs.
         command.add("the ranks of a host share the cores of its one task", "--overcommit")
         cpus = str(int(cpus) // most or "") if cpus.isdecimal() else ""
@@ -318,7 +334,9 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
     *names, last = dict.fromkeys(kind.name for kind in STARTERS if kind.library)
     first = shown(answer.strip().partition("\n")[0])
     prints = f'prints "{first}"' if first else f"prints nothing in {VERSION_S:g} s"
-    raise UserError(f"{program} --version {prints}. Expected {', '.join(names)} or {last}.", fix="--mpirun PATH")
+    raise UserError(
+        f"{program} --version {prints}. Expected {', '.join(names)} or {last}.", fix="--mpirun PATH"
+    )
 
 
 def _find_library(file: str, program: Path) -> Path | None:

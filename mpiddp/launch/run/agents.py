@@ -123,7 +123,9 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or options.image or options.job[0] == "--")
         where = folder / "control" if has_path else request.control_address
-        server = ControlServer(listen(where), world_size, selector, lost_s=max(LEAST_SILENCE_S, options.lost_s))
+        server = ControlServer(
+            listen(where), world_size, selector, lost_s=max(LEAST_SILENCE_S, options.lost_s)
+        )
         stack.callback(server.close)
         orders = orders_of(launcher, plan, server)
         ours = {**request.environment.ours, variables.JOB: job, variables.ORDERS: orders.packed()}
@@ -133,13 +135,17 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
         if private_name:
             stack.callback(private.remove, private_name)
             kept = environment.of_ranks
-            environment = Environment(shell, ours=to_start({**kept, variables.PRIVATE: private_name}))
+            environment = Environment(
+                shell, ours=to_start({**kept, variables.PRIVATE: private_name})
+            )
             shell = of_mpirun(shell, request.hosts.transport)
             with launcher.signals.interrupting():
                 cut_off = hand_over(plan, server, private_name, kept, launcher.logins)
             if cut_off:
                 return cut_off
-            stack.push(lambda kind, *_: sweep(request, others, job, private_name, ()) if kind else None)
+            stack.push(
+                lambda kind, *_: sweep(request, others, job, private_name, ()) if kind else None
+            )
         if not launcher.logins.have_claims:
             launcher.logins.close()
         command = plan.starter.compose(request._replace(environment=environment), str(folder))
@@ -147,8 +153,17 @@ def start(launcher: Launcher, plan: Plan) -> Agents | Mapping[str, str]:
         stack.callback(mpirun.close)
         # The output of a detached job is kept without --log-dir, too.
         logs = launcher.logs if options.log_dir else None
-        output = JobOutput(options, world_size, selector, mpirun.streams, logs, has_prefix=orders.terminal.has_prefix)
+        output = JobOutput(
+            options,
+            world_size,
+            selector,
+            mpirun.streams,
+            logs,
+            has_prefix=orders.terminal.has_prefix,
+        )
         selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)
-        return Agents(launcher, plan, server, mpirun, output, stack.pop_all(), others, job, private_name)
+        return Agents(
+            launcher, plan, server, mpirun, output, stack.pop_all(), others, job, private_name
+        )

@@ -209,7 +209,9 @@ class Attempt:
 
     # --- the stacks of the scripts ---
 
-    def ask_for_stacks(self, then: Callable[[], None], interrupts: Callable[[], bool] = lambda: False) -> None:
+    def ask_for_stacks(
+        self, then: Callable[[], None], interrupts: Callable[[], bool] = lambda: False
+    ) -> None:
         """Ask all ranks for the stacks of their scripts, once for all watchers that want them now.
 
         `then` is called when all have answered, or the time is over. If `interrupts` returns True before,
@@ -267,7 +269,13 @@ class Attempt:
         sent = number or self.agents.launcher.signals.of_ctrl_c
         reason = reason or why_stop
         hang = find_hang(record, self.output.copied_at)
-        self.add_act("stop", by=Stop.BY_USER.name, reason=reason, signal=sent, hang=hang.sentence if hang else "")
+        self.add_act(
+            "stop",
+            by=Stop.BY_USER.name,
+            reason=reason,
+            signal=sent,
+            hang=hang.sentence if hang else "",
+        )
         if record.phase >= Phase.ENDING:
             return
         if not self.server.connected:
@@ -277,7 +285,9 @@ class Attempt:
         self.add_act("grace")
         what = f"have {self.plan.options.grace_s:g} s to end (--grace)"
         what = "are saving and stopping" if record.latest["supports_stop"] else what
-        again = "" if number in (None, signal.SIGHUP) else "; the same signal again kills them at once"
+        again = (
+            "" if number in (None, signal.SIGHUP) else "; the same signal again kills them at once"
+        )
         self.output.log(f"{reason}: the ranks {what}{again}.")
 
     # --- ending the ranks, and then mpirun ---
@@ -340,7 +350,9 @@ class Attempt:
         if len(server.connected) < server.world_size:
             return False
         server.stop_listening()
-        orders = orders_of(agents.launcher, plan, server)._replace(key="")  # agents know the next key
+        orders = orders_of(agents.launcher, plan, server)._replace(
+            key=""
+        )  # agents know the next key
         server.ask(server.connected, "again", agents=True, orders=orders.packed())
         deadline = time.monotonic() + AGAIN_S
         while server.has_members and self.mpirun.code is None and time.monotonic() < deadline:

@@ -141,7 +141,9 @@ class ControlServer(ChannelServer):
         key = channel.next_key(self.key)
         return ControlServer(self._listener, self.world_size, self.selector, key, self.lost_s)
 
-    def ask(self, ranks: Iterable[int], kind: str, *, agents: bool = False, **facts: object) -> None:
+    def ask(
+        self, ranks: Iterable[int], kind: str, *, agents: bool = False, **facts: object
+    ) -> None:
         """Send a message to the scripts of these ranks, or, where none is connected, to the agents.
 
         With `agents`, it goes to the agents of all these ranks.
@@ -153,7 +155,10 @@ class ControlServer(ChannelServer):
     def silence(self) -> dict[int, float]:
         """The seconds since something came from the agent of each rank, or from its script."""
         pairs = {rank: (peer, self.scripts.get(rank, peer)) for rank, peer in self._ranks.items()}
-        return {rank: min(channel.silence_s(peer.connection) for peer in pair) for rank, pair in pairs.items()}
+        return {
+            rank: min(channel.silence_s(peer.connection) for peer in pair)
+            for rank, pair in pairs.items()
+        }
 
     def lose_silent(self, silence: Mapping[int, float]) -> Iterator[Event]:
         """Drop the agents of these ranks, whose hosts have been silent for so many seconds."""
@@ -179,7 +184,9 @@ class Console:
                 folder.mkdir(mode=0o700)
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 (folder / channel.NAMED_AT).write_text(self._name, encoding="utf-8")
-                listener = socket.create_server(str(folder / "new"), family=socket.AF_UNIX, backlog=4096)
+                listener = socket.create_server(
+                    str(folder / "new"), family=socket.AF_UNIX, backlog=4096
+                )
                 stack.enter_context(listener).setblocking(False)
                 # Last: viewers remove a dead socket.
                 (folder / "new").rename(folder / channel.VIEWED_AT)

@@ -56,11 +56,16 @@ def hand_over(
             wanted["meet"] = (addresses, port, start_s, _MOST) if knows_all else ()
             program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
             with _answering(server):
-                answers = ask(hosts, program, work_s=start_s + 4 * reachability.CONNECT_S, logins=logins)
+                answers = ask(
+                    hosts, program, work_s=start_s + 4 * reachability.CONNECT_S, logins=logins
+                )
             reports = {host: answer.value for host, answer in answers.items() if not answer.why}
             if all(report["hosts"] is not None for report in reports.values()):
                 break  # no other program has this port
-        answered, silent = [*reports], {host: answer for host, answer in answers.items() if answer.why}
+        answered, silent = (
+            [*reports],
+            {host: answer for host, answer in answers.items() if answer.why},
+        )
         cut_off = {host.name: answer.why for host, answer in silent.items()}
         # The others cannot connect to a host whose program has failed.
         if not any(answer.has_failed_there for answer in silent.values()):
@@ -73,11 +78,15 @@ def hand_over(
             ask(answered, program, work_s=reachability.CONNECT_S, logins=logins)
 
 
-def _cut_off(reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, str]:
+def _cut_off(
+    reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]
+) -> dict[str, str]:
     """A sentence for each host that a firewall or a missing route keeps from the others, by its name."""
     address, _, port = wanted["launcher"].rpartition(":")
     here, sentences = socket.gethostname(), dict[str, str]()
-    errors = {host.name: report["launcher"] for host, report in reports.items() if report["launcher"]}
+    errors = {
+        host.name: report["launcher"] for host, report in reports.items() if report["launcher"]
+    }
     for error, names in keys_by_value(errors).items():
         fact = f"{listed(names)} → {here} ({address} tcp/{port}) fails: {error}"
         fix = f"allow TCP from there on {here}, or name another network: --interface NAME"
@@ -88,7 +97,9 @@ def _cut_off(reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any
         return sentences
     addresses, port, *_ = wanted["meet"]
     if taken := [name for name, answers in met.items() if answers is None]:
-        log.info(f"another program has tcp/{port} on {listed(taken)}, so the connections between hosts were not tried.")
+        log.info(
+            f"another program has tcp/{port} on {listed(taken)}, so the connections between hosts were not tried."
+        )
         return sentences
     for pair, fact, fix in reachability.blocked(met, addresses, port):
         # Blame the other host of the pair: this one runs the launcher and cannot be left out.
@@ -97,7 +108,9 @@ def _cut_off(reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any
     return sentences
 
 
-def sweep(request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]) -> None:
+def sweep(
+    request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]
+) -> None:
     """Kill the processes of `job` on these hosts at once, and remove the variables kept under this name.
 
     A killed daemon or mpirun may leave ranks behind that hang in a collective. The processes of the job have

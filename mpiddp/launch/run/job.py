@@ -109,7 +109,9 @@ class Job:
         except (UserError, JobFailed, OSError, RuntimeError) as error:
             if not past.attempts:
                 raise
-            outcome = outcome_of(error)._replace(code=FAILED)  # the job has started before, and may again
+            outcome = outcome_of(error)._replace(
+                code=FAILED
+            )  # the job has started before, and may again
         if outcome.made_steps:
             self.grown_from = None
         if self.grown_from and past.grows and outcome.code == INTERRUPTED:
@@ -187,7 +189,9 @@ class Job:
         except (UserError, JobFailed, OSError, RuntimeError) as error:
             if move is Move.RESTART:  # a host, or a process, may be usable after the next pause
                 return outcome_of(error)._replace(code=FAILED)
-            log.error(f"{error}\nThe job goes on with the hosts of the last attempt, which have just worked.")
+            log.error(
+                f"{error}\nThe job goes on with the hosts of the last attempt, which have just worked."
+            )
         hosts, announced = self.plan.request.hosts, self.past.announced
         if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:
             self.grown_from = before

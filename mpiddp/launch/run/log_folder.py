@@ -52,7 +52,9 @@ class LogFolder:
             before = self._unwritten
             self._thread.join(_PATIENCE_S)
         if self._thread.is_alive() or self._has_gap:
-            self.complaints.append(f"{self._folder} is too slow for the logs, so some of their lines are lost.")
+            self.complaints.append(
+                f"{self._folder} is too slow for the logs, so some of their lines are lost."
+            )
         for sentence in self.complaints if self.complains else ():
             log.error(sentence)
 
@@ -67,9 +69,13 @@ class LogFolder:
                     self._folder.mkdir(parents=True, exist_ok=True)
                     with (self._folder / name).open("ab") as file:
                         file.write(text)
-                except OSError as error:  # a full disk may have room again, and a file server come back
+                except (
+                    OSError
+                ) as error:  # a full disk may have room again, and a file server come back
                     if not has_complained:
-                        self.complaints.append(f"{error.filename or name}: {error.strerror}. Its log has a gap.")
+                        self.complaints.append(
+                            f"{error.filename or name}: {error.strerror}. Its log has a gap."
+                        )
                     has_complained = True
                 with self._lock:
                     self._unwritten -= len(text)

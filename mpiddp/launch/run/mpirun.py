@@ -24,7 +24,9 @@ from mpiddp.protocol.channel import AGENT_NAME, REMOVER_NAME
 class MpirunProcess:
     """One mpirun, and its processes on this host. `streams` are its stdout and stderr."""
 
-    def __init__(self, starter: Starter, command: Command, env: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, starter: Starter, command: Command, env: Mapping[str, str] = os.environ
+    ) -> None:
         self.starter = starter
         self.was_ended = False  # by this launcher
         # This process may have replaced a shell by exec, whose children are not the job's.

@@ -22,13 +22,29 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp import errors
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError, aid, cause_of
+from mpiddp.errors import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    STOPPED,
+    JobFailed,
+    UserError,
+    aid,
+    cause_of,
+)
 from mpiddp.files import replace_file
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import Outcome
 from mpiddp.text import as_json, parts, shown
 
-_CAUSES = {DONE: "done", FAILED: "failed", BAD_INPUT: "bad_input", STOPPED: "stopped", INTERRUPTED: "interrupted"}
+_CAUSES = {
+    DONE: "done",
+    FAILED: "failed",
+    BAD_INPUT: "bad_input",
+    STOPPED: "stopped",
+    INTERRUPTED: "interrupted",
+}
 _UNKNOWN = "exit_code error known_cause fix rank host run_dir checkpoint resume ended_at"
 
 
@@ -87,7 +103,10 @@ class Report:
     def begin(self, waits_for: str = "") -> None:
         """End the `mpiddp launch --detach` of the terminal: the job has started, or waits for something."""
         if waits_for or self._facts["cause"] == "waiting":
-            self._facts |= {"cause": "waiting" if waits_for else "running", "error": waits_for or None}
+            self._facts |= {
+                "cause": "waiting" if waits_for else "running",
+                "error": waits_for or None,
+            }
             self._write()
         if self._starts is not None:
             os.write(self._starts, b"\n")
@@ -118,7 +137,10 @@ class Report:
         from tempfile import TemporaryDirectory  # takes 10 ms
 
         has_file, made = self._paths, "mpiddp-report-"
-        with aid("command of --on-end"), nullcontext("") if has_file else TemporaryDirectory(prefix=made) as folder:
+        with (
+            aid("command of --on-end"),
+            nullcontext("") if has_file else TemporaryDirectory(prefix=made) as folder,
+        ):
             if not has_file:
                 self._paths = [Path(folder, "report.json")]
                 self._write()

@@ -82,12 +82,15 @@ class JobOutput:
         self._options, self._has_prefix, self._logs = options, has_prefix, logs
         is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # the same file, or terminal
         shown = {
-            number: sum(is_shown(options.log_ranks, rank, number) for rank in range(world_size)) for number in (1, 2)
+            number: sum(is_shown(options.log_ranks, rank, number) for rank in range(world_size))
+            for number in (1, 2)
         }
         if is_one:
             shown[1] = max(shown.values())
         stdout, stderr = (
-            Screen(number, STREAMS[number], is_shared=shown[number] > 1, has_stamps=options.timestamps)
+            Screen(
+                number, STREAMS[number], is_shared=shown[number] > 1, has_stamps=options.timestamps
+            )
             for number in (1, 2)
         )
         self._screens = {1: stdout, 2: stdout if is_one else stderr}

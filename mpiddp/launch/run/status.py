@@ -49,7 +49,9 @@ def status_lines(record: Record, now: float, straggler: str = "") -> list[str]:
     return [escaped("  ".join(training)), escaped("  ".join(machines))]
 
 
-def job_facts(record: Record, latest: Mapping[int, bytes], now: float, straggler: str = "") -> dict[str, Any]:
+def job_facts(
+    record: Record, latest: Mapping[int, bytes], now: float, straggler: str = ""
+) -> dict[str, Any]:
     """The state of the job and of each rank, in seconds and bytes. `latest` is the end of its output."""
     ranks = range(record.world_size)
     table = [_rank_facts(record, rank, latest.get(rank, b""), now) for rank in ranks]

@@ -42,7 +42,9 @@ PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hos
 _LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
 
 
-def _ask_in_thread(ask: Callable[[], list[str]], every_s: float, record: Record, phase: Phase) -> list[str]:
+def _ask_in_thread(
+    ask: Callable[[], list[str]], every_s: float, record: Record, phase: Phase
+) -> list[str]:
     """Ask in a thread during this phase, because files, names and logins to hosts may hang.
 
     The answers grow the list.
@@ -89,7 +91,9 @@ class Output(Watcher):
             self.output.keep_mpirun()
 
     def look(self, now: float) -> None:
-        complaints = self.launcher.logs.complaints if self.launcher.logs and self.record.runs else []
+        complaints = (
+            self.launcher.logs.complaints if self.launcher.logs and self.record.runs else []
+        )
         while complaints:
             self.output.log(complaints.pop(0), is_error=True)
         self.output.show_growth()
@@ -101,7 +105,11 @@ class LateStart(Watcher):
     """Limit the time to start and to join, and name the hosts that are lost, or the ranks that are late."""
 
     _lost_hosts: Sequence[str] = ()  # sentences about hosts whose ranks have not started
-    _limit_s, _ends_at, _seen_at = 0.0, math.inf, math.inf  # for all ranks to join, or for the first one to start
+    _limit_s, _ends_at, _seen_at = (
+        0.0,
+        math.inf,
+        math.inf,
+    )  # for all ranks to join, or for the first one to start
     _is_late = False
 
     def on_event(self, event: Event) -> None:
@@ -137,7 +145,9 @@ class LateStart(Watcher):
 
     def look(self, now: float) -> None:
         record = self.record
-        self._ends_at += max(0.0, now - self._seen_at - 10 * LOOK_S)  # this process was stopped, as by Ctrl-Z
+        self._ends_at += max(
+            0.0, now - self._seen_at - 10 * LOOK_S
+        )  # this process was stopped, as by Ctrl-Z
         self._seen_at = now
         if record.phase is not Phase.STARTING:
             return
@@ -199,7 +209,9 @@ class SilentHosts(Watcher):
         if not heard - here and len({record.hosts[rank] for rank in silent} - here) > 1:
             patience_s = PATIENCE * lost_s
             what = f"no host of the job has answered for {lost_s:g} s, so the network of this one may be down"
-            self.output.log(f"{what}. Waiting for up to {patience_s:g} s.", "no host", is_error=True)
+            self.output.log(
+                f"{what}. Waiting for up to {patience_s:g} s.", "no host", is_error=True
+            )
             silent = {rank: silent_s for rank, silent_s in silent.items() if silent_s > patience_s}
         there = [groups for rank, groups in record.calls.items() if record.hosts[rank] in heard]
         if not any(now - last_call_with(silent.keys(), groups) <= lost_s for groups in there):

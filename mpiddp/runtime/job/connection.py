@@ -76,11 +76,15 @@ def connect_to_server(
             why, is_final = str(error), is_refused or time.monotonic() >= deadline
             time.sleep(_RETRY_S)
     name = "the launcher" if answer_s is None else "rank 0's channel"
-    sentence = f"rank {world.rank} on {world.hostname} cannot reach {name} at {server.address} ({why})."
+    sentence = (
+        f"rank {world.rank} on {world.hostname} cannot reach {name} at {server.address} ({why})."
+    )
     raise JobFailed(sentence, fix="check that it is running, and that no firewall blocks the port")
 
 
-def _connect(server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None) -> Member:
+def _connect(
+    server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None
+) -> Member:
     """Prove that this process is of the job, and check that the server is."""
     with contextlib.ExitStack() as stack:
         host, _, port = server.address.rpartition(":")

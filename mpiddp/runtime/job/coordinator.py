@@ -83,7 +83,9 @@ class Coordinator:
         # The answers with their values, by the key of a gather or a claim, otherwise by their type.
         self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
 
-    def connect(self, world: World, server: Server, role: str = RANK, answer_s: float | None = None) -> None:
+    def connect(
+        self, world: World, server: Server, role: str = RANK, answer_s: float | None = None
+    ) -> None:
         """Connect as this rank of `world`, or as its script. Raises as `connect_to_server`."""
         from mpiddp.runtime.job.connection import connect_to_server
 
@@ -132,7 +134,9 @@ class Coordinator:
             poll.register(self.connection, select.POLLOUT)
         return bool(poll.poll(0))
 
-    def all_gather_json(self, value: Value, *, timeout_s: float | None, key: str = "") -> list[Value]:
+    def all_gather_json(
+        self, value: Value, *, timeout_s: float | None, key: str = ""
+    ) -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
         One that goes on beside others, in a thread, has a `key`, and the failure of any rank ends it. Raises
@@ -146,7 +150,9 @@ class Coordinator:
         answer = self.ask("gather", text.encode(), unless_failed=bool(key), **options)
         return self._values(*answer, timeout_s)
 
-    def _values(self, facts: Mapping[str, Any], values: bytes, timeout_s: float | None) -> list[Any]:
+    def _values(
+        self, facts: Mapping[str, Any], values: bytes, timeout_s: float | None
+    ) -> list[Any]:
         if facts["type"] == "no_answer":
             names = ", ".join(map(self.name, facts["missing"]))
             raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
@@ -157,7 +163,9 @@ class Coordinator:
         self._round += 1
         return f"{name}/{self._round}"
 
-    def give(self, key: str, value: Any, timeout_s: float | None = None, *, calls: bool = True) -> None:
+    def give(
+        self, key: str, value: Any, timeout_s: float | None = None, *, calls: bool = True
+    ) -> None:
         """Give this rank's value, and do not wait, see `given`.
 
         With `calls`, the news "called" calls the others to it, and a lost rank gives None.
@@ -212,7 +220,11 @@ class Coordinator:
     def different(self, values: Sequence[str]) -> str:
         """The values of the ranks, each with the first rank that has it; "" if all are equal."""
         names = {value: self.name(values.index(value)) for value in dict.fromkeys(values)}
-        return ", ".join(f"{value} on {name}" for value, name in names.items()) if len(names) > 1 else ""
+        return (
+            ", ".join(f"{value} on {name}" for value, name in names.items())
+            if len(names) > 1
+            else ""
+        )
 
     def claim_first_failure(self, like: str = "") -> tuple[bool, str]:
         """Whether this rank is the first to fail, and the `like` of the rank that was (`Session.claim`).
@@ -286,7 +298,9 @@ class Coordinator:
     def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.world.rank} has lost the connection to the other ranks.")
 
-    def listen(self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None) -> None:
+    def listen(
+        self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None
+    ) -> None:
         """Receive in a thread until the connection ends. `look` is called after all news."""
         if not self._listens:
             self.on_news, self._listens = on_news, True

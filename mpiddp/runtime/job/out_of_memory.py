@@ -24,7 +24,9 @@ def _short(match: re.Match[str]) -> str:
 
     asked, gpu, total, free, rest, _ = match.groups()
     holders = [f"this process holds {amount}" for amount in _OWN.findall(rest)]
-    others = sorted(_OTHER.findall(rest), key=lambda row: (_UNITS.index(row[2]), float(row[1])), reverse=True)
+    others = sorted(
+        _OTHER.findall(rest), key=lambda row: (_UNITS.index(row[2]), float(row[1])), reverse=True
+    )
     for pid, size, unit in others[:_NAMED]:
         user, command, _ = who(pid)
         holders.append(f"pid {pid}{f' of {user} ({command})' * bool(user)} {size} {unit}")

@@ -48,7 +48,9 @@ class Progress:
         self._sent_at = now
         self._tell_agent("progress", at=now)
         if self._coordinator.has_room:
-            self._coordinator.tell_launcher("progress", step=step, counter=counter, shown=self._shown, **_usage())
+            self._coordinator.tell_launcher(
+                "progress", step=step, counter=counter, shown=self._shown, **_usage()
+            )
             self._shown = {}
 
     def show(self, values: Mapping[str, Any]) -> None:

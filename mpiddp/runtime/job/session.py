@@ -50,7 +50,9 @@ def _kind(forked: ProcessKind | None = None) -> ProcessKind:
     """The kind of this process, which may be `forked` from one of that kind. `main` of a script knows its own."""
     if not is_joined(os.environ):
         return ProcessKind.BY_HAND
-    return ProcessKind.FORK if forked in (ProcessKind.SCRIPT, ProcessKind.FORK) else ProcessKind.WITHIN
+    return (
+        ProcessKind.FORK if forked in (ProcessKind.SCRIPT, ProcessKind.FORK) else ProcessKind.WITHIN
+    )
 
 
 class Session:
@@ -66,7 +68,9 @@ class Session:
         # The `mpiddp.runtime.rendezvous.store.StoreOfJob`, once a script with an agent has imported torch.
         self.store: Any = None
         # Is entered when the script starts MPI. Its body has the variables of this rank of its mpirun.
-        self.starting_mpi: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.starting_mpi: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
         self.torch_store: object = None  # torch's store, if this process of rank 0 serves it
         self.error: BaseException | None = None  # has ended the script, or its process group
         self.progress = Progress(self.coordinator, self.tell_agent)
@@ -89,7 +93,9 @@ class Session:
             try:
                 self.control.settimeout(GRACE_S)
                 answer: dict[str, Any] = json.loads(self.control.recv(CHUNK))
-                return answer if answer["type"] == question else {}  # not that of an earlier question
+                return (
+                    answer if answer["type"] == question else {}
+                )  # not that of an earlier question
             finally:
                 self.control.settimeout(None)
         return {}
@@ -285,7 +291,9 @@ def script_session() -> Session:
 
         with contextlib.suppress(AnotherScript):
             key, lost_s = os.environ.get(CHANNEL_SECRET, ""), float(os.environ.get(LOST_AFTER, 0.0))
-            server = Server(os.environ[CHANNEL], key, is_own=True, is_launcher=JOB in os.environ, lost_s=lost_s)
+            server = Server(
+                os.environ[CHANNEL], key, is_own=True, is_launcher=JOB in os.environ, lost_s=lost_s
+            )
             ranks.connect(World.from_env(), server, SCRIPT)
             assert ranks.connection is not None
             # Not the number of `control`, which the script may have closed, so that it is free.
@@ -331,7 +339,9 @@ def _hook() -> Any:
     """The hook that prints the error of the script, without torch's, which only adds the rank and calls it."""
     hook: Any = sys.excepthook
     while hook.__module__ == "torch.distributed.distributed_c10d":
-        hook = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["old_hook"].cell_contents
+        hook = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))[
+            "old_hook"
+        ].cell_contents
     return hook
 
 
@@ -341,7 +351,10 @@ def _show(error: BaseException) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception as second:
         second.__traceback__ = script_frames(second.__traceback__)
-        for title, shown in (("Error in sys.excepthook", second), ("\nOriginal exception was", error)):
+        for title, shown in (
+            ("Error in sys.excepthook", second),
+            ("\nOriginal exception was", error),
+        ):
             print(f"{title}:", file=sys.stderr)
             sys.__excepthook__(type(shown), shown, shown.__traceback__)
 

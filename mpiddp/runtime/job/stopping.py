@@ -24,7 +24,9 @@ _ONLY_FIRST = "mpiddp: %s: saving and stopping; another signal kills the trainin
 class StopRequest:
     """The state of a requested stop in this process. Its steps are the calls of `should_stop`."""
 
-    def __init__(self, ranks: Coordinator, progress: Progress, tell_agent: Callable[[str], None]) -> None:
+    def __init__(
+        self, ranks: Coordinator, progress: Progress, tell_agent: Callable[[str], None]
+    ) -> None:
         self._ranks, self._progress, self._tell_agent = ranks, progress, tell_agent
         self._changed = threading.Condition()  # its lock: a handler of a signal may call os._exit
         self._calls = 0

@@ -63,8 +63,12 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
         try:
             first, *others = [address] if address else expand_nodelist(nodelist)
         except ValueError as error:
-            sentence = f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}.'
-            raise UserError(sentence, fix="start the job with srun, or set MASTER_ADDR and MASTER_PORT") from None
+            sentence = (
+                f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}.'
+            )
+            raise UserError(
+                sentence, fix="start the job with srun, or set MASTER_ADDR and MASTER_PORT"
+            ) from None
         address = first if address or others else LOOPBACK
     elif not (address and env.get("MASTER_PORT")):
         raise UserError(
@@ -92,4 +96,6 @@ def _serve_beside_agent(world: World, timeout_s: float) -> Server:
         address, key = store.get(name).decode().split()
         return Server(address, key)
     except RuntimeError:
-        raise JobFailed(f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s.") from None
+        raise JobFailed(
+            f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
+        ) from None

@@ -66,7 +66,9 @@ def meet(
         info = infos[world.rank]
         interface = info.interface_for(address, result.requested_interface(env))
         variables = result.variables_of(world, info, interface, infos[0].run_id)
-        if ":" in address:  # it is no part of a URL, but the host's name is, if all hosts find the address by it
+        if (
+            ":" in address
+        ):  # it is no part of a URL, but the host's name is, if all hosts find the address by it
             name, leads_there = infos[0].hostname, False
             with contextlib.suppress(UserError, JobFailed):
                 leads_there = sockets.resolve(name) == address

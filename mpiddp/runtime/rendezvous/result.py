@@ -34,8 +34,16 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
-        place = (world.rank, world.local_rank, world.local_world_size, world.hostname, machine("net"))
-        return cls(*place, interfaces(), problem, os.environ.get(variables.RUN_ID) or os.urandom(8).hex())
+        place = (
+            world.rank,
+            world.local_rank,
+            world.local_world_size,
+            world.hostname,
+            machine("net"),
+        )
+        return cls(
+            *place, interfaces(), problem, os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
+        )
 
     @property
     def host(self) -> tuple[str, str]:
@@ -220,13 +228,16 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
         if not any(interface.matches(requested) for interface in info.interfaces):
             present = " and ".join(dict.fromkeys(nic.name for nic in info.interfaces))
             where = f"{info.hostname}, which has {present or 'none'}"
-            raise UserError(f'interface "{requested}" is not on {where}.', fix="name one of these, or none")
+            raise UserError(
+                f'interface "{requested}" is not on {where}.', fix="name one of these, or none"
+            )
 
 
 def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
     """Whether each name stands for one host, and none of them is the name of another host."""
     own_names = {
-        info.host: {info.hostname.partition(".")[0], *(nic.address for nic in info.interfaces)} for info in infos
+        info.host: {info.hostname.partition(".")[0], *(nic.address for nic in info.interfaces)}
+        for info in infos
     }
     pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})

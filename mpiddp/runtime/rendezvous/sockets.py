@@ -27,7 +27,9 @@ def port_in(env: Mapping[str, str]) -> int:
     try:
         return parse_whole(text, 0, 1 << 16)
     except ValueError:
-        raise UserError(f'MASTER_PORT="{shown(text)}" is not a port. Expected 1 to 65535, or unset.') from None
+        raise UserError(
+            f'MASTER_PORT="{shown(text)}" is not a port. Expected 1 to 65535, or unset.'
+        ) from None
 
 
 def resolve(name: str) -> str:
@@ -80,14 +82,18 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             why = f"{address} is not an address of {hostname}, where rank 0 runs"
-            raise UserError(f"{why}.", fix="unset MASTER_ADDR, or set it to one of that host") from None
+            raise UserError(
+                f"{why}.", fix="unset MASTER_ADDR, or set it to one of that host"
+            ) from None
         if error.errno == errno.EADDRINUSE and os.environ.get("MASTER_PORT"):
             why = f"MASTER_PORT={port} is in use on {hostname} ({address})"
             raise UserError(f"{why}.", fix="unset it, so that mpiddp chooses a free port") from None
         if error.errno == errno.EADDRINUSE:
             of_slurm = "which follows from the ids of Slurm's job and step"
             why = f"port {port}, {of_slurm}, is in use on {hostname} ({address})"
-            raise JobFailed(f"{why}.", fix="start the job again, or set MASTER_PORT to a free port") from None
+            raise JobFailed(
+                f"{why}.", fix="start the job again, or set MASTER_PORT to a free port"
+            ) from None
         why = f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
         raise cause_of(error)(why) from None
 

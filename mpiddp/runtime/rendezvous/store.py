@@ -37,7 +37,9 @@ class StoreOfJob:
     becomes by exec, can do so as well.
     """
 
-    def __init__(self, variables: Mapping[str, str], control: socket.socket, files: Sequence[socket.socket]) -> None:
+    def __init__(
+        self, variables: Mapping[str, str], control: socket.socket, files: Sequence[socket.socket]
+    ) -> None:
         self._control, self._files = control, files
         self.place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
         self.world_size = int(variables["WORLD_SIZE"])
@@ -51,7 +53,9 @@ class StoreOfJob:
         """
         for orders in self._files[1:]:
             with warnings.catch_warnings(), orders:
-                warnings.simplefilter("ignore")  # Python 3.12 warns of the threads of numpy's library
+                warnings.simplefilter(
+                    "ignore"
+                )  # Python 3.12 warns of the threads of numpy's library
                 child = os.fork()
                 if child == 0:
                     try:
@@ -87,7 +91,9 @@ class StoreOfJob:
                 return
             if time.monotonic() > deadline:
                 waited = f"timed out after {timeout.total_seconds():g} s"
-                raise DistNetworkError(f"The client socket has {waited}: nobody serves {self.place}.")
+                raise DistNetworkError(
+                    f"The client socket has {waited}: nobody serves {self.place}."
+                )
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _LONGEST_S)
 
@@ -100,7 +106,10 @@ def _serve_attempts(orders: socket.socket) -> None:
     name_process(STORE_NAME)
     for stream in range(3):  # a warning of torch must not get into a connection
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-    for file in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {*range(3), orders.fileno()}:
+    for file in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {
+        *range(3),
+        orders.fileno(),
+    }:
         with suppress(OSError):
             os.close(file)
     stores = list[object]()

@@ -27,7 +27,9 @@ REMAINING = -1  # the size of the one dimension that takes all remaining ranks
 _DATA_PARALLEL = ("dp", "dp_shard", "dp_replicate")
 
 
-def mesh(*, tp_across_hosts: bool = False, device_type: str | None = None, **sizes: int) -> DeviceMesh:
+def mesh(
+    *, tp_across_hosts: bool = False, device_type: str | None = None, **sizes: int
+) -> DeviceMesh:
     """The ranks of the job as a DeviceMesh, with tensor-parallel groups inside hosts.
 
     All ranks must call this with the same arguments, after `mpiddp.init()` or `init_process_group`.
@@ -52,7 +54,9 @@ def mesh(*, tp_across_hosts: bool = False, device_type: str | None = None, **siz
     """
     if not dist.is_available() or not dist.is_initialized():
         sentence = "mpiddp.mesh needs a process group."
-        raise UserError(sentence, fix="call mpiddp.init() or torch.distributed.init_process_group before it")
+        raise UserError(
+            sentence, fix="call mpiddp.init() or torch.distributed.init_process_group before it"
+        )
     is_gloo, hostname = dist.get_backend() == "gloo", socket.gethostname()
     gpu = torch.accelerator.current_accelerator(check_available=True)
     default = "cpu" if gpu is None or is_gloo else gpu.type
@@ -105,7 +109,9 @@ def check_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
     return checked
 
 
-def resolve(requested: Mapping[str, int], hosts: Sequence[str], *, tp_across_hosts: bool = False) -> dict[str, int]:
+def resolve(
+    requested: Mapping[str, int], hosts: Sequence[str], *, tp_across_hosts: bool = False
+) -> dict[str, int]:
     """The size of every dimension, slowest first. Their product is the number of ranks.
 
     The dimensions are those of `requested`. One of them may be -1: it takes the ranks that the others

@@ -69,7 +69,9 @@ def check_divergence(
     if not (dist.is_available() and dist.is_initialized()):
         if World.from_env().world_size > 1:
             sentence = "mpiddp.check_divergence needs a process group of the ranks."
-            raise UserError(sentence, fix="call torch.distributed.init_process_group or mpiddp.init before it")
+            raise UserError(
+                sentence, fix="call torch.distributed.init_process_group or mpiddp.init before it"
+            )
         return
     if dist.get_world_size(group) <= 1:  # -1 for a rank outside of the group
         return
@@ -98,7 +100,9 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The digest of each tensor. This waits once for each GPU, and not once for each tensor."""
     digests: dict[str, int] = {}
     for device in {tensor.device for tensor in tensors.values()}:
-        by_name = {name: digest(tensor) for name, tensor in tensors.items() if tensor.device == device}
+        by_name = {
+            name: digest(tensor) for name, tensor in tensors.items() if tensor.device == device
+        }
         digests |= dict(zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True))
     return {name: digests[name] for name in tensors}
 
@@ -212,7 +216,9 @@ def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
     one = list(_digests(begin, steps))
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second run
     other = list(_digests(begin, steps))
-    differing = {place: a or b for place, (a, b) in enumerate(zip_longest(one, other)) if a != b}  # one may end early
+    differing = {
+        place: a or b for place, (a, b) in enumerate(zip_longest(one, other)) if a != b
+    }  # one may end early
     first = min(differing, default=len(one))
     firsts, rank = (of_all_ranks(first), dist.get_rank()) if dist.is_initialized() else ([first], 0)
     tensors = sum(step == 1 for step, _, _ in one)
@@ -237,7 +243,9 @@ def _digests(begin: Callable[[], Training], steps: int) -> Iterator[tuple[int, s
             yield step, name, int(digest(tensor))
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """What a step has computed, in that order."""
     yield "the loss", loss
     for name, buffer in model.named_buffers():

@@ -26,7 +26,10 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextlib.contextmanager
 def process_group(
-    world: World | None = None, *, backend: str | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S
+    world: World | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> Iterator[World]:
     """The default process group of the job, under any launcher. A context manager.
 
@@ -131,7 +134,9 @@ def device_of(world: World, backend: str) -> torch.device:
     gpu, gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     assert world.local_rank is not None, "the ranks have joined"
     # For example with srun --gpus-per-task.
-    has_own = gpus == 1 and (world.launcher.hides_gpus or is_part(os.environ.get("CUDA_VISIBLE_DEVICES", "")))
+    has_own = gpus == 1 and (
+        world.launcher.hides_gpus or is_part(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    )
     index = 0 if has_own else world.local_rank
     if gpu is not None and index < gpus:
         return torch.device(gpu.type, index)

@@ -110,7 +110,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         if worker is None:
             return _Batches(self, self.epoch, self.step)
         # A DataLoader takes one batch from each worker in turn.
-        return itertools.islice(_Batches(self, *self._start.tolist()), worker.id, None, worker.num_workers)
+        return itertools.islice(
+            _Batches(self, *self._start.tolist()), worker.id, None, worker.num_workers
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of this epoch, as with torch's DistributedSampler. `batches` does it itself."""
@@ -151,7 +153,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         before, left = self.step, len(self)
         for count, batch in enumerate(loader, start=1):
             if count > left:
-                raise ValueError(f"mpiddp.Sampler: the loader has more batches than the {left} of this epoch.")
+                raise ValueError(
+                    f"mpiddp.Sampler: the loader has more batches than the {left} of this epoch."
+                )
             self.step = before + count // self.batches_per_step
             yield batch
         self.set_epoch(self.epoch + 1)
@@ -170,7 +174,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         now = self.state_dict()
         for name in now.keys() - {"epoch", "step"}:
             if state[name] != now[name]:
-                raise ValueError(f"mpiddp.Sampler: the checkpoint has {name}={state[name]}, and this run {now[name]}.")
+                raise ValueError(
+                    f"mpiddp.Sampler: the checkpoint has {name}={state[name]}, and this run {now[name]}."
+                )
         self._go_to(state["epoch"], state["step"])
         if self.step == self.steps_per_epoch:
             self.set_epoch(self.epoch + 1)

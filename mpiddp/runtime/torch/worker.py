@@ -49,7 +49,9 @@ def init_worker(worker_id: int) -> None:
 
 def _end_with(rank: int) -> None:
     """End this worker at its rank's own SIGTERM, which `terminate()` sends, or once the rank has ended."""
-    while fact_of(rank, "cmdline"):  # it is empty once the rank has ended; not every Python has pidfd_open
+    while fact_of(
+        rank, "cmdline"
+    ):  # it is empty once the rank has ended; not every Python has pidfd_open
         received = signal.sigtimedwait(_SIGTERM, _LOOK_S)
         if received is not None and received.si_pid in (rank, os.getpid()):
             break

@@ -203,7 +203,9 @@ def test_what_ranks_save_goes_to_those_who_write(monkeypatch):
     monkeypatch.setattr(saving.dist, "gather_object", gather)
     monkeypatch.setattr(saving.dist, "all_gather_object", gather_to_all)
     monkeypatch.setattr(saving.dist, "broadcast_object_list", broadcast)
-    run: Any = SimpleNamespace(rank=0, world_size=1000, local_rank=0, writers=[0, 500], is_writer=True, group=None)
+    run: Any = SimpleNamespace(
+        rank=0, world_size=1000, local_rank=0, writers=[0, 500], is_writer=True, group=None
+    )
     run.to_writers = "those who write"
     state = FlatState("per_rank", {"position": torch.zeros(10_000, dtype=torch.uint8)})
     assert len(saving._share(run, FlatState("state", {}), Union(None), state)) == 1000

@@ -29,7 +29,9 @@ def told() -> dict[str, list[tuple[int, str, bool]]]:
     assert len(encode("calls", **facts)) < LINE_LIMIT / 2
     assert all(at <= facts["now_us"] for each in facts["groups"] for _, _, at, _ in each["calls"])
     return {
-        each["name"]: [(number, each["kinds"][kind], over) for number, kind, _, over in each["calls"]]
+        each["name"]: [
+            (number, each["kinds"][kind], over) for number, kind, _, over in each["calls"]
+        ]
         for each in facts["groups"]
     }
 

@@ -268,7 +268,9 @@ def test_a_member_believes_its_server_alone(job):
     rank = job.connect(0)
     until(lambda: job.server.connected == {0})
     [peer] = job.server._ranks.values()
-    peer.connection.send(encode("again", env={}))  # as a stranger would, who knows the numbers of TCP
+    peer.connection.send(
+        encode("again", env={})
+    )  # as a stranger would, who knows the numbers of TCP
     assert until(lambda: rank.is_lost)
     assert job.news[rank] == []
 
@@ -309,7 +311,10 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
         for number in range(5):
             connection.sendall(encode("gather", b"1", seal, key=str(number), timeout_s=60))
             large = "x" * 3_000_000
-            calls = [job.pool.submit(member.all_gather_json, large, key=str(number), timeout_s=60) for member in others]
+            calls = [
+                job.pool.submit(member.all_gather_json, large, key=str(number), timeout_s=60)
+                for member in others
+            ]
             assert all(call.result(PATIENCE_S)[1:] == [large] * 2 for call in calls)
             if job.messages:
                 break

@@ -121,7 +121,9 @@ def test_a_stateful_loader_resumes_itself(workers, monkeypatch):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def loader():
-        return StatefulDataLoader(range(SAMPLES), batch_sampler=sampler_of(0, 2), num_workers=workers, collate_fn=list)
+        return StatefulDataLoader(
+            range(SAMPLES), batch_sampler=sampler_of(0, 2), num_workers=workers, collate_fn=list
+        )
 
     whole = list(loader())
     stopped = loader()

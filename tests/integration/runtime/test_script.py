@@ -48,7 +48,11 @@ def test_a_script_begins_after_few_modules(tmp_path, monkeypatch):
         modules = found.pop("modules")
         assert len(modules) <= 18, modules
         assert not [name for name in modules if name.startswith("mpiddp.runtime.torch")]
-        torch = {"torch is imported before": False, "torch is visited": False, "files stay open": False}
+        torch = {
+            "torch is imported before": False,
+            "torch is visited": False,
+            "files stay open": False,
+        }
         assert found == {**torch, "the script is visited": True, "garbage is collected": True}
 
 
@@ -219,7 +223,9 @@ libc = ctypes.CDLL("libc.so.6")
 libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
 """
 HANDLED = "try: 1 / 0\nexcept ArithmeticError: sys.exit(4)"
-AGAIN = "os.getenv('A') and os._exit(6); os.putenv('A', '1'); os.execv(sys.executable, sys.orig_argv)"
+AGAIN = (
+    "os.getenv('A') and os._exit(6); os.putenv('A', '1'); os.execv(sys.executable, sys.orig_argv)"
+)
 NO_FILES = "import resource as r, torch; r.setrlimit(r.RLIMIT_NOFILE, (0, 0)); raise OSError('a')"
 # What rank 1 does, and what is said of it. Plainer ends are in tests/promises/test_failures.py.
 ENDS = {

@@ -30,7 +30,9 @@ def test_hashlib_still_loads_openssl():
 
 def test_python_still_forgets_the_exit_code_of_a_script():
     """mpiddp/runtime/join.py"""
-    state = "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"
+    state = (
+        "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"
+    )
     code = f"import atexit, sys; atexit.register(lambda: print({state})); sys.exit(3)"
     assert run(code) == "[] (None, None, None)"
     hooks = "sys.excepthook = sys.unraisablehook = lambda *args: print(args)"

@@ -54,14 +54,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def source(folder: Path, *, seed: int | None = None, num_workers: int = 0, skips: Any = None) -> ImageFolder:
+def source(
+    folder: Path, *, seed: int | None = None, num_workers: int = 0, skips: Any = None
+) -> ImageFolder:
     opening = Opening(seed or 0, image_size=16, num_workers=num_workers, skips=skips)
     return ImageFolder(folder, CPU, opening, augments=seed is not None)
 
 
 def everything(images: ImageFolder, *, size: int = 4, epoch: int = 0) -> tuple[Tensor, Tensor]:
     batches = list(images.batches(torch.arange(images.num_images).split(size), epoch=epoch))
-    return torch.cat([pixels for pixels, _ in batches]), torch.cat([labels for _, labels in batches])
+    return torch.cat([pixels for pixels, _ in batches]), torch.cat(
+        [labels for _, labels in batches]
+    )
 
 
 def bytes_of(pixels: Tensor) -> Tensor:
@@ -227,7 +231,9 @@ def test_images_and_labels_are_those_of_the_files(source_of_five, tmp_path):
     assert test_images[4, 31, 31].tolist() == [last[-1 - 2048], last[-1 - 1024], last[-1]]
     begin = row.label_bytes
     assert labels[0] == train[0][begin - 1]
-    assert images[0, 0, :2].tolist() == [[train[0][begin + i + 1024 * c] for c in range(3)] for i in (0, 1)]
+    assert images[0, 0, :2].tolist() == [
+        [train[0][begin + i + 1024 * c] for c in range(3)] for i in (0, 1)
+    ]
 
 
 def test_a_data_set_is_opened_by_its_row(source_of_five, tmp_path):

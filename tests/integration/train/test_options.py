@@ -80,7 +80,8 @@ def test_the_global_batch_is_split_over_the_ranks_also_unevenly():
     assert configured("--global-batch-size=25", ranks=3).batch_size == 9
     assert configured("--global-batch-size=3", "--arch=resnet20", ranks=3).batch_size == 1
     with pytest.raises(
-        UserError, match=r"--global-batch-size 5 .* of 3 ranks .*\n  fix: --global-batch-size 6, or more"
+        UserError,
+        match=r"--global-batch-size 5 .* of 3 ranks .*\n  fix: --global-batch-size 6, or more",
     ):
         configured("--global-batch-size=5", ranks=3)
 

@@ -105,7 +105,9 @@ def test_mixup_mixes_images_and_losses_by_one_draw_for_all_ranks():
     batch, labels = next(state.data.train.batches([torch.arange(2)], epoch=0))
     part = random.Random("3/5").betavariate(0.8, 0.8)
     logits = state.model(part * batch + (1 - part) * batch.flip(0))
-    losses = [F.cross_entropy(logits, targets, reduction="sum") for targets in (labels, labels.flip(0))]
+    losses = [
+        F.cross_entropy(logits, targets, reduction="sum") for targets in (labels, labels.flip(0))
+    ]
     expected = part * losses[0] + (1 - part) * losses[1]
     assert state.loss(batch, labels, 5).item() == pytest.approx(expected.item())
     assert state.loss(batch, labels, 6).item() != pytest.approx(expected.item())
@@ -225,7 +227,9 @@ def test_alternating_images_are_mirrored_in_every_second_epoch():
     pixels, labels = torch.arange(20 * 3072).reshape(20, 32, 32, 3) % 256, torch.arange(20)
     how = {"device": CPU, "mean": HALF, "std": HALF, "seed": 3, "max_shift": 0}
     source = Alternating(pixels.byte().numpy(), labels.numpy(), **how)
-    first, second, third = (next(source.batches([torch.arange(20)], epoch=epoch))[0] for epoch in range(3))
+    first, second, third = (
+        next(source.batches([torch.arange(20)], epoch=epoch))[0] for epoch in range(3)
+    )
     assert torch.equal(second, first.flip(3))
     assert torch.equal(third, first)
     assert 0 < sum(image[0, 0, 0] > image[0, 0, 31] for image in first) < 20
@@ -276,7 +280,9 @@ def test_a_score_of_views_is_of_their_mean_logits(views):
     for (y, x), weight in weights.items():
         view = large[:, :, y : y + 32, x : x + 32]
         logits += weight * (model(view) + model(view.flip(3))) / 2
-    assert score.accuracy_of_views == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
+    assert score.accuracy_of_views == pytest.approx(
+        float((logits.argmax(1) == labels).float().mean())
+    )
     assert training.evaluate(test).accuracy_of_views == score.accuracy
 
 

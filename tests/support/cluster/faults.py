@@ -100,11 +100,15 @@ def _rule(host: Host, rule: str) -> AbstractContextManager[None]:
     return shelled(host, table, "nft delete table inet test")
 
 
-def mounted(host: Host, path: Arg, *options: str, what: Arg = "tmpfs") -> AbstractContextManager[None]:
+def mounted(
+    host: Host, path: Arg, *options: str, what: Arg = "tmpfs"
+) -> AbstractContextManager[None]:
     """A folder of the host is a file system in memory with these options, or a file or folder another one."""
     kind = ("-t", "tmpfs") if what == "tmpfs" else ("--bind",)
     mount = shlex.join(map(str, ["mount", *kind, *options, what, path]))
-    return shelled(host, beside_the_checkout(mount, path), f"umount --recursive {shlex.quote(str(path))}")
+    return shelled(
+        host, beside_the_checkout(mount, path), f"umount --recursive {shlex.quote(str(path))}"
+    )
 
 
 def beside_the_checkout(mount: str, path: Arg) -> str:

@@ -67,7 +67,9 @@ class GridEngine:
             eventually(lambda: code.read_text().endswith("\n"))
         except TimeoutError as error:
             state = login.run(["qstat", "-j", number], env=self.env).stdout
-            raise TimeoutError(f"{error} for job {number}:\n{output.read_text()}\n{state}") from error
+            raise TimeoutError(
+                f"{error} for job {number}:\n{output.read_text()}\n{state}"
+            ) from error
         return CompletedProcess(command, int(code.read_text()), output.read_text(), "")
 
 
@@ -113,7 +115,9 @@ def _make_cell(root: Path, master: Host) -> None:
 def _changed(text: str, values: Mapping[str, str]) -> str:
     """A configuration of Grid Engine with other values."""
     lines = [(line.split(" ")[0], line) for line in text.splitlines()]
-    return "".join(f"{name} {values[name]}\n" if name in values else f"{line}\n" for name, line in lines)
+    return "".join(
+        f"{name} {values[name]}\n" if name in values else f"{line}\n" for name, line in lines
+    )
 
 
 def _spool(master: Host, root: Path, env: Mapping[str, str]) -> None:

@@ -89,7 +89,9 @@ class Host:
         """Start a program as `run` does. Its `end()` kills all processes of its session."""
         command = self.enter(argv, **login)
         # Without a session of its own, Ctrl-C at the terminal would end only nsenter.
-        return Program(command, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True)
+        return Program(
+            command, stdin=stdin, stdout=stdout, stderr=stderr, text=True, start_new_session=True
+        )
 
     def enter(
         self,

@@ -82,7 +82,11 @@ class Slurm:
     @contextmanager
     def killed(self, host: Host) -> Iterator[None]:
         """Slurm's daemons on the host are killed, those of jobs as well, until the end of the block."""
-        daemons = [str(process.pid) for process in host.processes() if process.name in ("slurmd", "slurmstepd")]
+        daemons = [
+            str(process.pid)
+            for process in host.processes()
+            if process.name in ("slurmd", "slurmstepd")
+        ]
         host.run(["kill", "-KILL", *daemons], check=True)
         try:
             yield

@@ -63,7 +63,9 @@ def up(count: int = 3, *, layout: Layout = PLAIN) -> Iterator[Cluster]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         started.append(_spawn(["unshare", "--net", "sleep", "infinity"]))
-        started += [_spawn(_node(index, shared, apart=layout.apart and index > 0)) for index in range(count)]
+        started += [
+            _spawn(_node(index, shared, apart=layout.apart and index > 0)) for index in range(count)
+        ]
         hub, *nodes = started
         hosts = tuple(
             Host(host_name(n), host_address(n), host_links(layout, n)[0].interface, pid, hub.pid)

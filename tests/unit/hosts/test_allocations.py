@@ -110,7 +110,9 @@ def test_names_are_compressed(names, text):
         assert sorted(expand_nodelist(text)) == sorted(set(names))
 
 
-@pytest.mark.parametrize("text", ["", "no such job", "Job Id: 1\n    Resource_List.walltime = soon\n"])
+@pytest.mark.parametrize(
+    "text", ["", "no such job", "Job Id: 1\n    Resource_List.walltime = soon\n"]
+)
 def test_without_a_time_limit_a_job_has_no_end(tmp_path, text):
     path = tool(tmp_path, "qstat", f"cat <<'END'\n{text}\nEND")
     assert seconds_left({"PATH": path, "PBS_JOBID": "1"})[0] == float("inf")
@@ -121,7 +123,9 @@ def test_without_a_time_limit_a_job_has_no_end(tmp_path, text):
 def test_the_end_of_an_allocation(tmp_path):
     """As sbatch's variable, squeue, qstat of PBS Pro and of Grid Engine, and bjobs tell it: in an hour."""
     began, end = (time.localtime(time.time() + seconds) for seconds in (-600, 3600))
-    pbs = f"    Resource_List.walltime = 01:10:00\n    stime = {time.asctime(began)}\n    project = x"
+    pbs = (
+        f"    Resource_List.walltime = 01:10:00\n    stime = {time.asctime(began)}\n    project = x"
+    )
     job = "<job_list><JB_job_number>{}</JB_job_number><JAT_start_time>{}</JAT_start_time>{}</job_list>"
     limit = '<hard_request name="h_rt" resource_contribution="0.000000">4200</hard_request>'
     sge = job.format(1, "", "") + job.format(12, time.strftime("%Y-%m-%dT%H:%M:%S", began), limit)

@@ -24,7 +24,12 @@ ENV = {
 
 def command(image: str, *exported: str) -> list[str]:
     container, env = container_of("a-name", ["/data"], ENV, exported)
-    assert env.keys() == {*ENV} - {"PYTHONPATH", "LD_LIBRARY_PATH", "CONDA_PREFIX", "VIRTUAL_ENV"} | {*exported}
+    assert env.keys() == {*ENV} - {
+        "PYTHONPATH",
+        "LD_LIBRARY_PATH",
+        "CONDA_PREFIX",
+        "VIRTUAL_ENV",
+    } | {*exported}
     assert env["PATH"].startswith(f"/opt/bin:{os.defpath}")  # where the program is
     return Image.of(image).command(container, ["python3", "train.py"])
 
@@ -48,9 +53,13 @@ def test_docker_and_podman_pass_what_they_are_told(program, tmp_path):
     assert words.index("--env=HOME") > words.index("--env=HOME=/tmp")
     mounts = {f"--mount=type=bind,source={path},target={path}" for path in (tmp_path, "/data")}
     assert mounts | {f"--workdir={tmp_path}"} <= {*words[:at]}
-    assert {"--network=host", "--ipc=host", "--pid=host", "--user=1000:100", "--name=a-name"} <= {*words[:at]}
+    assert {"--network=host", "--ipc=host", "--pid=host", "--user=1000:100", "--name=a-name"} <= {
+        *words[:at]
+    }
     own = (
-        {"--gpus=all", "--group-add=44"} if program == "docker" else {"--device=nvidia.com/gpu=all", "--userns=keep-id"}
+        {"--gpus=all", "--group-add=44"}
+        if program == "docker"
+        else {"--device=nvidia.com/gpu=all", "--userns=keep-id"}
     )
     assert own <= {*words[:at]}
 
@@ -58,7 +67,16 @@ def test_docker_and_podman_pass_what_they_are_told(program, tmp_path):
 def test_a_file_names_its_program(tmp_path):
     here, file = str(tmp_path), str(tmp_path / "image.sif")
     binds = [f"--bind={here}", "--bind=/data"]
-    assert command("image.sif") == ["apptainer", "exec", f"--pwd={here}", *binds, "--nv", file, "python3", "train.py"]
+    assert command("image.sif") == [
+        "apptainer",
+        "exec",
+        f"--pwd={here}",
+        *binds,
+        "--nv",
+        file,
+        "python3",
+        "train.py",
+    ]
     words = command("image.sqsh")
     assert words[:4] == ["enroot", "start", "--rw", f"--mount={here}:{here}"]
     assert words[-4:] == ['cd "$0" && exec "$@"', here, "python3", "train.py"]
@@ -73,7 +91,12 @@ def test_the_first_program_that_is_installed_runs_a_name(tmp_path, monkeypatch):
         assert Image.of("torch:2") == (program, "torch:2")
         (tmp_path / program).unlink()
     assert Image.of("torch:2").program == "docker"  # which the preflight then names
-    for text in ("rkt://image", "docker://", "docker://--privileged", "podman://dir:/tmp/of-a-colleague"):
+    for text in (
+        "rkt://image",
+        "docker://",
+        "docker://--privileged",
+        "podman://dir:/tmp/of-a-colleague",
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match="is no image"):
             Image.of(text)
 
@@ -91,6 +114,13 @@ def test_a_warning_of_the_runtime_is_no_image():
 
 
 def test_a_script_needs_no_mpiddp_in_the_image():
-    assert job_in_image(("train.py", "--lr", "1")) == ("--", "python3", "-u", "train.py", "--lr", "1")
+    assert job_in_image(("train.py", "--lr", "1")) == (
+        "--",
+        "python3",
+        "-u",
+        "train.py",
+        "--lr",
+        "1",
+    )
     assert job_in_image(("-m", "tool", "a")) == ("--", "python3", "-u", "-m", "tool", "a")
     assert job_in_image(("--", "./run", "a")) == ("--", "./run", "a")

@@ -9,7 +9,16 @@ import pytest
 
 from mpiddp import files
 from mpiddp.doctor import there
-from mpiddp.hosts import facts, gpu_health, gpus, interfaces, processes, program_files, pushed, reachability
+from mpiddp.hosts import (
+    facts,
+    gpu_health,
+    gpus,
+    interfaces,
+    processes,
+    program_files,
+    pushed,
+    reachability,
+)
 from mpiddp.hosts.program_files import files_of, import_folders
 from mpiddp.hosts.ssh import CHECK_PYTHON, program_that_prints
 from mpiddp.launch.plan.preflight import TRAVELLING
@@ -116,7 +125,18 @@ def test_a_file_that_cannot_be_read_has_no_digest(tmp_path):
     assert files_of("script", "gone.py", str(tmp_path)) == [("gone.py", "")]
 
 
-SENT = (files, pushed, interfaces, gpus, gpu_health, program_files, facts, reachability, there, processes)
+SENT = (
+    files,
+    pushed,
+    interfaces,
+    gpus,
+    gpu_health,
+    program_files,
+    facts,
+    reachability,
+    there,
+    processes,
+)
 
 
 def run_bare(program, folder):
@@ -128,7 +148,13 @@ def test_the_program_needs_only_the_standard_library(tmp_path):
     packages = tmp_path / "of PYTHONPATH/mpi4py-4.0.dist-info"
     packages.mkdir(parents=True)
     (packages / "METADATA").write_text("Name: mpi4py\nVersion: 4.0\n")
-    needs = {"mpirun": "/nowhere/mpirun", "daemon": "/bin/sh", "program": "", "script": "", "image": ()}
+    needs = {
+        "mpirun": "/nowhere/mpirun",
+        "daemon": "/bin/sh",
+        "program": "",
+        "script": "",
+        "image": (),
+    }
     needs |= {"folder": str(tmp_path), "path": "", "packages": [packages.parent.name]}
     program = program_that_prints(TRAVELLING, f"host_info({needs!a})")
     done = run_bare(program, tmp_path)

@@ -196,7 +196,9 @@ def test_who_holds_memory(host):
         pid = process.pid
         _, (note,) = host(users=f"{SECOND}, {pid}, 1014\n{FIRST}, {pid}, 30")
         since = r"since \d{4}-\d\d-\d\d \d\d:\d\d"
-        assert re.fullmatch(rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000, {since}\) holds 1\.1 GB\.", note)
+        assert re.fullmatch(
+            rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000, {since}\) holds 1\.1 GB\.", note
+        )
         _, (note,) = host(users=f"{SECOND}, {pid}, [N/A]")
         assert note.endswith("holds some memory.")
     _, (note,) = host({"memory.used": "40000"}, users=f"{FIRST}, 999999, 40000")
@@ -207,7 +209,9 @@ def test_who_holds_memory(host):
 
 def test_since_when_a_process_runs():
     ps = partial(subprocess.check_output, ["ps", "-o", "etimes=", "-p", str(os.getpid())])
-    assert int(ps()) - 1 <= time.time() - who(str(os.getpid()))[2] <= int(ps()) + 1  # in whole seconds there
+    assert (
+        int(ps()) - 1 <= time.time() - who(str(os.getpid()))[2] <= int(ps()) + 1
+    )  # in whole seconds there
 
 
 CLAIMS = """
@@ -226,12 +230,18 @@ def test_two_users_that_claim_a_gpu():
     """One gets all that it claims, as long as it lives, and may claim them again; the other gets none."""
     # Tests of another folder may run on this machine.
     gpu, another, key = f"{os.getpid()}:f1:00.0", f"{os.getpid()}:f2:00.0", machine("net", "pid")
-    with subprocess.Popen([sys.executable, "-c", CLAIMS, key, gpu], stdin=-1, stdout=-1, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIMS, key, gpu], stdin=-1, stdout=-1, text=True
+    ) as process:
         assert process.stdout.readline() == "\n"
         assert claim({key: [another, gpu]}) == pwd.getpwuid(os.getuid() or 65534).pw_name
         assert f"mpiddp-gpu-{another}" not in Path("/proc/net/unix").read_text(encoding="utf-8")
         process.communicate("\n")
-    assert [claim({key: [another, gpu]}), claim({key: [gpu]}), claim({"another machine": [gpu]})] == ["", "", ""]
+    assert [
+        claim({key: [another, gpu]}),
+        claim({key: [gpu]}),
+        claim({"another machine": [gpu]}),
+    ] == ["", "", ""]
 
 
 def test_a_process_of_a_job_that_runs_is_not_what_an_earlier_one_has_left(host):

@@ -37,7 +37,9 @@ def test_parse_a_valid_line(line, host):
 
 def test_parse_a_host_list():
     hosts = parse_host_list("h1:2, joe@h2:4,[::1]:1,h3")
-    assert hosts == Hosts("-H", (Host("h1", 2), Host("h2", 4, user="joe"), Host("::1", 1), Host("h3")))
+    assert hosts == Hosts(
+        "-H", (Host("h1", 2), Host("h2", 4, user="joe"), Host("::1", 1), Host("h3"))
+    )
     assert hosts.hosts[1].ssh_target == "joe@h2"
 
 

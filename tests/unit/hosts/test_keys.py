@@ -21,7 +21,9 @@ def test_the_key_of_an_agent_is_taken(tmp_path, monkeypatch):
     with subprocess.Popen(["ssh-agent", "-D", "-a", agent], stdout=subprocess.DEVNULL) as process:
         try:
             monkeypatch.setenv("SSH_AUTH_SOCK", str(agent))
-            while subprocess.run(["ssh-add", "-l"], capture_output=True).returncode == 2:  # it does not answer yet
+            while (
+                subprocess.run(["ssh-add", "-l"], capture_output=True).returncode == 2
+            ):  # it does not answer yet
                 assert process.poll() is None
             subprocess.run(["ssh-add", "-q", key], check=True)
             key.unlink()

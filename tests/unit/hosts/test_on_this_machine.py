@@ -72,7 +72,18 @@ def test_no_shell_interprets_the_program_or_its_input(tmp_path):
 
 
 def test_too_few_open_files_are_named():
-    mpiddp = [sys.executable, "-m", "mpiddp", "hosts", "run", "-H", "127.0.0.[1-40]", "--", "sleep", "1"]
+    mpiddp = [
+        sys.executable,
+        "-m",
+        "mpiddp",
+        "hosts",
+        "run",
+        "-H",
+        "127.0.0.[1-40]",
+        "--",
+        "sleep",
+        "1",
+    ]
     limited = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *mpiddp]
     done = subprocess.run(limited, capture_output=True, text=True, cwd=ROOT)
     refused = "mpiddp: this machine gives no more processes or open files to mpiddp: Too many open files.\n  fix: "

@@ -83,7 +83,9 @@ def test_a_launcher_does_not_open_the_lock_of_another_user(how):
             assert folder.is_dir()
 
 
-@pytest.mark.parametrize(("name", "is_used"), [("short", True), ("a b", False), ("x" * 60, False), ("gone", False)])
+@pytest.mark.parametrize(
+    ("name", "is_used"), [("short", True), ("a b", False), ("x" * 60, False), ("gone", False)]
+)
 def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(name, is_used):
     """A socket's path is short, and every mpirun splits the arguments of ssh at blanks."""
     with tempfile.TemporaryDirectory(dir="/tmp") as root:

@@ -100,7 +100,9 @@ NO_LIMIT_V1 = 0x7FFFFFFFFFFFF000
     ],
 )
 def test_the_control_group_of_a_process(monkeypatch, lines, folder):
-    monkeypatch.setattr(processes, "fact_of", lambda pid, name: lines.encode() * ((pid, name) == ("self", "cgroup")))
+    monkeypatch.setattr(
+        processes, "fact_of", lambda pid, name: lines.encode() * ((pid, name) == ("self", "cgroup"))
+    )
     assert group_of() == (None if folder is None else Path("/sys/fs/cgroup", folder))
 
 

@@ -38,7 +38,9 @@ def test_a_list_of_another_hand_is_none(tmp_path):
     assert pushed.prepare([str(tmp_path)]) == [""]
 
 
-@pytest.mark.parametrize(("base", "is_brought"), [(".pyenv/versions/3.11", True), (".local", False)])
+@pytest.mark.parametrize(
+    ("base", "is_brought"), [(".pyenv/versions/3.11", True), (".local", False)]
+)
 def test_a_python_in_the_home(tmp_path, monkeypatch, base, is_brought):
     """A push makes its folder the same on all hosts, but not ~/.local, which has other programs, too."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -18,7 +18,9 @@ COMMANDS = {  # each with the folders, or the command, that it finds behind the 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("where", ["hosts.txt", "--hostfile hosts.txt", "-H node1:2,node2:4", "-H @gpu", ""])
+@pytest.mark.parametrize(
+    "where", ["hosts.txt", "--hostfile hosts.txt", "-H node1:2,node2:4", "-H @gpu", ""]
+)
 def test_one_way_to_name_hosts(command, where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts.txt").write_text("node1 slots=2\nnode2 slots=4\n")

@@ -147,7 +147,9 @@ def test_a_slow_rank_is_named_after_three_windows_with_its_share():
         *early, third, _ = windows([0.05, 0.05, 0.1, 0.04], buckets=buckets)
         assert early == ["", ""]
         share = 50 if buckets == 1 else 58  # of a step of 101 and of 120 ms
-        assert third == f"rank 2 on c is a straggler: the others wait for it in {share}% of the time."
+        assert (
+            third == f"rank 2 on c is a straggler: the others wait for it in {share}% of the time."
+        )
 
 
 def test_a_clock_that_drifts_makes_no_straggler():
@@ -162,7 +164,9 @@ def test_a_clock_that_drifts_makes_no_straggler():
 
 def test_two_slow_ranks_are_named():
     sentence = windows([0.05, 0.05, 0.1, 0.09])[-1]
-    assert sentence.startswith("rank 2 on c, rank 3 on d are stragglers: the others wait for them in ")
+    assert sentence.startswith(
+        "rank 2 on c, rank 3 on d are stragglers: the others wait for them in "
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,10 @@ Frames = list[tuple[str, int, str, str]]
 
 
 def stack(frames: Frames) -> str:
-    lines = [f'  File "{file}", line {line}, in {name}\n    {code}\n' for file, line, name, code in frames]
+    lines = [
+        f'  File "{file}", line {line}, in {name}\n    {code}\n'
+        for file, line, name, code in frames
+    ]
     watch = f'thread watch:\n  File "{OURS}/runtime/x.py", line 1, in run\n    pass\n'
     return f"thread MainThread:\n{''.join(lines)}\n{watch}"
 
@@ -218,7 +221,9 @@ def test_threads_of_libraries_do_not_hide_the_sentence():
     def thread(name: str, *frames: tuple[str, int, str, str]) -> str:
         return stack([*frames]).partition("\n\n")[0].replace("MainThread", name)
 
-    monitor = thread("tqdm_monitor", (f"{SITE}/tqdm/_monitor.py", 69, "run", "self.was_killed.wait()"))
+    monitor = thread(
+        "tqdm_monitor", (f"{SITE}/tqdm/_monitor.py", 69, "run", "self.was_killed.wait()")
+    )
     feeder = thread("QueueFeederThread", ("/usr/lib/python3.11/queue.py", 9, "_feed", "wait()"))
     main, loader = thread("MainThread", *ALL_REDUCE), thread("loader", *OPENS)
     text = "\n\n".join([main, monitor, loader, feeder])

@@ -74,17 +74,29 @@ def test_what_an_option_becomes(options, fields):
 
 def test_a_variable_stands_for_each_option_with_one_value(monkeypatch, tmp_path):
     """It is not taken for an option that was typed. The hostfile and the command line take precedence."""
-    values = {"PREFIX": "never", "TIMEOUT": "3m", "INTERFACE": "ib0", "LOG_DIR": "logs", "GRACE": "1m", "LOG_RANKS": ""}
+    values = {
+        "PREFIX": "never",
+        "TIMEOUT": "3m",
+        "INTERFACE": "ib0",
+        "LOG_DIR": "logs",
+        "GRACE": "1m",
+        "LOG_RANKS": "",
+    }
     for name, value in values.items():
         monkeypatch.setenv(f"MPIDDP_{name}", value)
-    expected = replace(DEFAULTS, prefix="never", timeout_s=180.0, interface="ib0", log_dir="logs", grace_s=60.0)
+    expected = replace(
+        DEFAULTS, prefix="never", timeout_s=180.0, interface="ib0", log_dir="logs", grace_s=60.0
+    )
     assert parsed("") == expected
     assert parsed("--timeout 90") == replace(expected, timeout_s=90.0)
     hosts = tmp_path / "hosts"
     hosts.write_text("#: --grace 2m\nlocalhost slots=2\n")
     assert parsed(f"--hostfile {hosts}").grace_s == 120.0
     assert {"log_dir", "stop_after_s", "bind", "on_end"} <= variables_of_options().keys()
-    assert not {"hostfile", "n", "exclude", "push", "exports", "env_files"} & variables_of_options().keys()
+    assert (
+        not {"hostfile", "n", "exclude", "push", "exports", "env_files"}
+        & variables_of_options().keys()
+    )
     for name, value, why in (
         ("LOG_RANKS", "x", "expected all, none, or ranks"),
         ("BIND", "gpu", "expected none, numa, core"),
@@ -98,18 +110,28 @@ def test_a_variable_stands_for_each_option_with_one_value(monkeypatch, tmp_path)
 @pytest.mark.parametrize("field", BY_HOSTFILE)
 def test_the_command_line_takes_an_option_of_a_hostfile_back(field, tmp_path):
     """Also that of `mpiddp drill` or `doctor`, which passes it to a launch, and by a value that is the default."""
-    hosts, name = tmp_path / "hosts", LaunchOptions.__dataclass_fields__[field].metadata["option"].names[0]
+    hosts, name = (
+        tmp_path / "hosts",
+        LaunchOptions.__dataclass_fields__[field].metadata["option"].names[0],
+    )
     default, is_time = getattr(DEFAULTS, field), field.endswith("_s")
     text = {"exports": "NCCL_DEBUG=INFO", "exclude": "b"}.get(field, "7m" if is_time else "x")
     hosts.write_text(f"#: {name} {text}\na slots=1\nb slots=1\n")
     of_hostfile = parsed(f"--hostfile {hosts}")
-    assert (of_hostfile.settings if field == "exports" else getattr(of_hostfile, field)) not in ({}, default)
+    assert (of_hostfile.settings if field == "exports" else getattr(of_hostfile, field)) not in (
+        {},
+        default,
+    )
     back = [["-x", "NCCL_DEBUG-"]] if field == "exports" else [[f"{name}="], [name, ""]]
     back += [[name, str(default)]] if is_time and default else []
     parser = option_parser()
     for words in back:
         argv = ["--hostfile", str(hosts), *words, *JOB]
-        of_launch = [action for action in parser._actions if action.dest in LaunchOptions.__dataclass_fields__]
+        of_launch = [
+            action
+            for action in parser._actions
+            if action.dest in LaunchOptions.__dataclass_fields__
+        ]
         passed = [*as_arguments(of_launch, parser.parse_args(argv)), *JOB]
         for options in (parse_options(argv), parse_options(passed)):
             expected = {"NCCL_DEBUG": None} if field == "exports" else {}

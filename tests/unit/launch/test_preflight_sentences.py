@@ -55,7 +55,9 @@ def test_the_problem_of_one_host():
     assert closed.startswith("a: /home/me/a.py: Permission denied.\n")
 
 
-SIGNING = 'sign_and_send_pubkey: signing failed for ED25519-SK "k" from agent: agent refused operation'
+SIGNING = (
+    'sign_and_send_pubkey: signing failed for ED25519-SK "k" from agent: agent refused operation'
+)
 PAM = "Access denied by pam_slurm_adopt: you have no active jobs on this node"
 UNKNOWN = "Could not resolve hostname b: Name or service not known"
 AT_22 = "ssh: connect to host a port 22: "
@@ -95,7 +97,12 @@ ERRORS = [
     (f"{SIGNING}\r\nu@a: Permission denied (publickey).", False, "agent refused", "touch or"),
     ("u@a: Permission denied (gssapi-keyex,gssapi-with-mic).", False, "gssapi", "kinit"),
     ("u@a: Permission denied (gssapi-keyex,password).", False, "gssapi", "kinit"),
-    ("u@a: Permission denied (publickey,gssapi-with-mic).", False, "gssapi", "kinit, or ssh-copy-id"),
+    (
+        "u@a: Permission denied (publickey,gssapi-with-mic).",
+        False,
+        "gssapi",
+        "kinit, or ssh-copy-id",
+    ),
     (
         "sign_and_send_pubkey: no mutual signature supported\r\nu@a: Permission denied (publickey).",
         False,
@@ -109,7 +116,12 @@ ERRORS = [
         "log in once, with ControlMaster",
     ),
     (f"Warning: x\r\n{PAM}\r\nConnection closed by 10.0.0.7 port 22", False, PAM, "salloc"),
-    ("Warning: x\r\nConnection closed by 10.0.0.7 port 22", False, "no reason (Connection closed", "journalctl"),
+    (
+        "Warning: x\r\nConnection closed by 10.0.0.7 port 22",
+        False,
+        "no reason (Connection closed",
+        "journalctl",
+    ),
     ("banner\nsomething else\n", False, "failed:", "something else", TRY),
     ("", False, "failed:", "no output", "ssh -v -p 22022 u@a true "),
 ]
@@ -142,7 +154,12 @@ def test_an_ssh_that_does_not_start_is_no_fault_of_a_host(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("code", "errors", "transport", "sentence"),
     [
-        (1, "Password change required but no TTY available.\n", SSH, error("has expired.", "ssh a: ", "ssh a")),
+        (
+            1,
+            "Password change required but no TTY available.\n",
+            SSH,
+            error("has expired.", "ssh a: ", "ssh a"),
+        ),
         (NO_PROGRAM, "", SSH, error("missing.", "a: /venv/bin/python ", "install it")),
         (None, "", SSH, error("no answer in", "ssh a: ", " 15 s", "(MTU)", "ssh -v a true")),
         *(

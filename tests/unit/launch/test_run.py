@@ -78,7 +78,9 @@ def test_a_report_without_a_thread(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("has_file", [True, False])
 def test_a_command_at_the_end_without_a_temporary_folder(tmp_path, monkeypatch, capfd, has_file):
     """It gets the file of --report. Without one, a line says why it did not run, and the job has ended as it has."""
-    report = outcome_file.Report("job", paths=[tmp_path / "report.json"] * has_file, on_end=("cat",))
+    report = outcome_file.Report(
+        "job", paths=[tmp_path / "report.json"] * has_file, on_end=("cat",)
+    )
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
         report.end(Outcome(STOPPED, "stopped on request."), None)
@@ -90,10 +92,14 @@ def test_a_command_at_the_end_without_a_temporary_folder(tmp_path, monkeypatch, 
 def late_start(record: Record, **of_attempt: object) -> watchers.LateStart:
     options = SimpleNamespace(timeout_s=None)
     request = SimpleNamespace(hosts=SimpleNamespace(transport=None))
-    plan = SimpleNamespace(options=options, request=request, starter=SimpleNamespace(may_wait=False))
+    plan = SimpleNamespace(
+        options=options, request=request, starter=SimpleNamespace(may_wait=False)
+    )
     agents = SimpleNamespace(others=[Host("b"), Host("c")], launcher=None)
     defaults = {"server": None, "output": None, "timers": None}
-    return watchers.LateStart(SimpleNamespace(agents=agents, plan=plan, record=record, **{**defaults, **of_attempt}))
+    return watchers.LateStart(
+        SimpleNamespace(agents=agents, plan=plan, record=record, **{**defaults, **of_attempt})
+    )
 
 
 def test_a_host_with_a_rank_that_has_started_is_not_lost(monkeypatch):
@@ -122,7 +128,9 @@ def test_a_launcher_that_was_stopped_at_the_start():
     assert stopped
 
 
-@pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "no"), JobFailed("a host is down.")])
+@pytest.mark.parametrize(
+    "error", [BlockingIOError(errno.EAGAIN, "no"), JobFailed("a host is down.")]
+)
 def test_a_restart_that_this_machine_does_not_allow_is_one_of_several(error, monkeypatch):
     """--max-restarts counts it, and the next one may get more processes."""
 
@@ -132,7 +140,9 @@ def test_a_restart_that_this_machine_does_not_allow_is_one_of_several(error, mon
     monkeypatch.setattr(Job, "_plan_again", fails)
     past = SimpleNamespace(failures=0, grows=False, _replace=lambda **_: past)
     plan = SimpleNamespace(options=SimpleNamespace(max_restarts=3), past=past)
-    assert Job(None, plan, None).go_on(Move.RESTART, Outcome(FAILED, "a rank failed.")).code == FAILED
+    assert (
+        Job(None, plan, None).go_on(Move.RESTART, Outcome(FAILED, "a rank failed.")).code == FAILED
+    )
 
 
 def test_many_viewers_of_a_launcher_that_is_stopped():
@@ -205,20 +215,28 @@ def test_when_a_stop_is_requested_before_a_time_limit(monkeypatch, left_s, optio
     assert asked == [pytest.approx(after_s, abs=5)]
 
 
-@pytest.mark.parametrize(("rank", "failures", "move"), [(None, 0, Move.GROW), (1, 0, Move.RESTART), (1, 1, Move.END)])
+@pytest.mark.parametrize(
+    ("rank", "failures", "move"), [(None, 0, Move.GROW), (1, 0, Move.RESTART), (1, 1, Move.END)]
+)
 def test_a_failure_during_growth_counts_as_one(rank, failures, move):
     """A rank that fails while it stops to grow has failed, and --max-restarts counts it."""
     launcher = SimpleNamespace(stop_at=float("inf"), why_stop="")
     past = SimpleNamespace(failures=failures)
     plan = SimpleNamespace(options=SimpleNamespace(max_restarts=1), past=past)
-    assert Job(launcher, plan, None).next_move(Outcome(FAILED, "", rank, "a", stop=Stop.TO_GROW)) is move
+    assert (
+        Job(launcher, plan, None).next_move(Outcome(FAILED, "", rank, "a", stop=Stop.TO_GROW))
+        is move
+    )
 
 
 def test_a_port_that_another_program_has(capfd):
     """Then the hosts are not tried against each other, and a line says so."""
     hosts = [Host("node1"), Host("node2")]
     reports = {host: {"launcher": "", "hosts": None if host is hosts[1] else {}} for host in hosts}
-    wanted = {"launcher": "10.0.0.1:5", "meet": ({"node1": "10.0.0.1", "node2": "10.0.0.2"}, 41_111, 3.0, 16)}
+    wanted = {
+        "launcher": "10.0.0.1:5",
+        "meet": ({"node1": "10.0.0.1", "node2": "10.0.0.2"}, 41_111, 3.0, 16),
+    }
     assert handover._cut_off(reports, wanted) == {}
     assert "another program has tcp/41111 on node2" in capfd.readouterr().err
 
@@ -229,14 +247,26 @@ def test_the_agents_of_a_dry_run_have_the_options():
     options = LaunchOptions(("train.py",), failed_grace_s=20.0, log_ranks="all", dry_run=True)
     placed = place(hosts, {}, STARTERS[1], options, Environment(), Past(hosts), 1)
     request = SimpleNamespace(hosts=placed, environment=Environment(), networks=())
-    assert Orders.unpacked(job_plan._ours(options, STARTERS[1], request)[ORDERS]) == Orders(failed_grace_s=20.0)
+    assert Orders.unpacked(job_plan._ours(options, STARTERS[1], request)[ORDERS]) == Orders(
+        failed_grace_s=20.0
+    )
 
 
 def test_a_restart_without_a_rank_whose_output_is_wanted(capfd):
     """The first attempt refuses such a --log-ranks. A restart on fewer hosts says it, and goes on."""
-    hosts, options = Hosts("hosts", (Host("localhost", slots=2),)), LaunchOptions(("train.py",), log_ranks="0,5")
+    hosts, options = (
+        Hosts("hosts", (Host("localhost", slots=2),)),
+        LaunchOptions(("train.py",), log_ranks="0,5"),
+    )
     past = Past(hosts)
-    with pytest.raises(UserError, match="--log-ranks 0,5: there is no rank 5; the job has ranks 0 to 1"):
+    with pytest.raises(
+        UserError, match="--log-ranks 0,5: there is no rank 5; the job has ranks 0 to 1"
+    ):
         place(hosts, {}, STARTERS[1], options, Environment(), past, 1)
-    assert place(hosts, {}, STARTERS[1], options, Environment(), past._replace(attempts=1), 1).world_size == 2
+    assert (
+        place(
+            hosts, {}, STARTERS[1], options, Environment(), past._replace(attempts=1), 1
+        ).world_size
+        == 2
+    )
     assert "there is no rank 5; the job has ranks 0 to 1" in capfd.readouterr().err

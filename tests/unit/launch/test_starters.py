@@ -39,16 +39,22 @@ def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own(starter, request_, sc
 
 
 def test_a_launcher_of_the_user_is_kept():
-    command = MPICH.compose(REQUEST._replace(environment=Environment({"HYDRA_LAUNCHER_EXEC": "myssh"})))
+    command = MPICH.compose(
+        REQUEST._replace(environment=Environment({"HYDRA_LAUNCHER_EXEC": "myssh"}))
+    )
     assert not {"-launcher-exec", "mpiddp-ssh"} & {*command.argv, *command.files}
 
 
-@pytest.mark.parametrize("transport", [row.transport for row in SCHEDULERS if not row.transport.is_ssh], ids=NAME)
+@pytest.mark.parametrize(
+    "transport", [row.transport for row in SCHEDULERS if not row.transport.is_ssh], ids=NAME
+)
 @pytest.mark.parametrize("starter", [OPEN_MPI_4, OPEN_MPI_5, MPICH, INTEL], ids=NAME)
 def test_every_mpirun_is_told_how_a_scheduler_reaches_its_hosts(starter, transport):
     """Whether Open MPI has a component for the scheduler, or not."""
     command = starter.compose(REQUEST._replace(hosts=replace(REQUEST.hosts, transport=transport)))
-    written = shlex.join([*command.argv, *command.settings.values(), *map(str, command.files.values())])
+    written = shlex.join(
+        [*command.argv, *command.settings.values(), *map(str, command.files.values())]
+    )
     assert transport.agent[0] in written or transport.hydra in command.argv
 
 

@@ -171,7 +171,10 @@ def test_a_stop_of_a_job_that_hangs_says_so():
     end = Event("end", facts={"failed": True})
     late = [event(0, "supports_stop"), stop, failed(0, **RESET), end]
     outcome = judged(*started(0, 1, 2), *late)
-    assert (outcome.code, outcome.sentence) == (130, f"interrupted: the job hung, and was stopped: {hang}")
+    assert (outcome.code, outcome.sentence) == (
+        130,
+        f"interrupted: the job hung, and was stopped: {hang}",
+    )
 
 
 @pytest.mark.parametrize(("at", "code"), [(0.9, 130), (2.0, 0)])
@@ -179,4 +182,7 @@ def test_a_stop_after_the_last_rank_has_ended_interrupts_nothing(at, code):
     """Its output may still be read then, or mpirun still end."""
     stop = Event("stop", facts={"by": "BY_USER", "reason": "SIGINT", "signal": 2}, at=at)
     done = [event(rank, "done", 1.0) for rank in range(3)]
-    assert judged(*started(0, 1, 2), *(done if at > 1 else []), stop, *(done if at < 1 else [])).code == code
+    assert (
+        judged(*started(0, 1, 2), *(done if at > 1 else []), stop, *(done if at < 1 else [])).code
+        == code
+    )

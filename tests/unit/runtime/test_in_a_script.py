@@ -51,7 +51,9 @@ def test_a_finder_that_asks_all_others(monkeypatch):
     class Asks:
         def find_spec(self, name, path=None, target=None):
             others = (finder for finder in sys.meta_path if finder is not self)
-            return next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+            return next(
+                filter(None, (finder.find_spec(name, path, target) for finder in others)), None
+            )
 
     ends = []
 
@@ -103,7 +105,9 @@ def test_a_folder_that_an_import_adds(tmp_path, monkeypatch):
     (tmp_path / "adding_module.py").write_text("import sys\nsys.path.append('/added')")
     monkeypatch.setattr(sys, "path", [*sys.path])
     try:
-        _import_ahead({"modules": ["adding_module"], "variables": {}, "path": [str(tmp_path), *sys.path]})
+        _import_ahead(
+            {"modules": ["adding_module"], "variables": {}, "path": [str(tmp_path), *sys.path]}
+        )
     finally:
         sys.modules.pop("adding_module")
     assert sys.path[-1] == "/added"

@@ -40,8 +40,14 @@ def test_a_busy_program_is_no_fault_of_the_network(monkeypatch):
 
 def test_strangers_do_not_keep_hosts_from_meeting(monkeypatch):
     """As of a port scanner, which connects and says nothing. A host waits for those that start later."""
-    monkeypatch.setattr(reachability, "interfaces", lambda: [Interface("lo", "127.0.0.1", "127.0.0.0/8")])
-    with socket.create_server(("127.0.0.2", 0)) as other, ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+    monkeypatch.setattr(
+        reachability, "interfaces", lambda: [Interface("lo", "127.0.0.1", "127.0.0.0/8")]
+    )
+    with (
+        socket.create_server(("127.0.0.2", 0)) as other,
+        ThreadPoolExecutor(2) as pool,
+        ExitStack() as stack,
+    ):
         port = other.getsockname()[1]
         addresses = {"node0": "127.0.0.1", "node1": "127.0.0.2"}
         met = pool.submit(reachability.meet, addresses, port, PATIENCE_S, 16)

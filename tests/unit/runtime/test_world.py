@@ -16,14 +16,18 @@ from mpiddp.world import RANK_SOURCES, World, is_rank, leave_launchers, likely_r
 Env = dict[str, str]
 
 
-@pytest.mark.parametrize(("cores", "bound", "ranks", "threads"), [(7.5, 64, 2, 3), (64, 8, 2, 8), (2, 2, 4, 1)])
+@pytest.mark.parametrize(
+    ("cores", "bound", "ranks", "threads"), [(7.5, 64, 2, 3), (64, 8, 2, 8), (2, 2, 4, 1)]
+)
 def test_a_rank_has_its_share_of_the_cores(cores, bound, ranks, threads, monkeypatch):
     """Of a container's quota too, and at most the cores that it is bound to (docs/differences.md)."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(gpu, "cores_of_group", lambda group: cores)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(bound)))
-    world = World.from_env({"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)})
+    world = World.from_env(
+        {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
+    )
     assert (gpu.limit_threads(world), os.environ["OMP_NUM_THREADS"]) == (threads, str(threads))
     assert gpu.limit_threads(world) is None  # now the user decides
 
@@ -33,7 +37,9 @@ def named(names: str, *values: str) -> Env:
 
 
 def mpi(prefix: str, *values: str) -> Env:
-    return named(" ".join(f"{prefix}_{n}" for n in ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"]), *values)
+    return named(
+        " ".join(f"{prefix}_{n}" for n in ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"]), *values
+    )
 
 
 TORCH = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "5", "8", "1", "4")
@@ -168,7 +174,9 @@ def test_which_rank_prints_that_its_variables_are_refused(env, ranks):
     assert likely_ranks(env) == ranks
 
 
-@pytest.mark.parametrize("launcher", [source for source in RANK_SOURCES if source.mpis], ids=lambda source: source.name)
+@pytest.mark.parametrize(
+    "launcher", [source for source in RANK_SOURCES if source.mpis], ids=lambda source: source.name
+)
 def test_no_variable_of_an_mpi_reaches_the_command(launcher):
     kept = {**TORCH, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
     of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
@@ -181,9 +189,7 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher):
 
 def test_new_ranks_get_no_variables_of_ranks():
     """Those of the job and a user's settings stay."""
-    stay = (
-        "OMPI_MCA_btl OMPI_ALLOW_RUN_AS_ROOT PMIX_MCA_gds I_MPI_FABRICS SLURM_JOB_ID SLURM_NTASKS FLUX_URI ROLE_NAMES"
-    )
+    stay = "OMPI_MCA_btl OMPI_ALLOW_RUN_AS_ROOT PMIX_MCA_gds I_MPI_FABRICS SLURM_JOB_ID SLURM_NTASKS FLUX_URI ROLE_NAMES"
     go = "OMPI_FILE_LOCATION PMIX_RANK PRTE_LAUNCHED HYDI_CONTROL_FD PMI_FD MPI_LOCALNRANKS JSM_X PALS_NODEID"
     go += " TORCHELASTIC_MAX_RESTARTS GROUP_RANK ROLE_NAME SLURM_STEP_NODELIST SLURM_SRUN_COMM_PORT RANK"
     env = dict.fromkeys([*stay.split(), *go.split()], "1")

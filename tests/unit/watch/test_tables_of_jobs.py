@@ -42,7 +42,9 @@ def facts_of_a_job():
 
 
 def test_every_rank_has_a_line(facts):
-    assert head_lines(facts) == ["train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min"]
+    assert head_lines(facts) == [
+        "train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min"
+    ]
     assert rank_lines(facts["ranks"]) == [
         "RANK  HOST  STATE     STEP  RATE     OWN    WAIT  CPU  MEMORY  AGO  LAST LINE",
         "   0  a     running     18   2/s   50 ms  450 ms  10%  1.1 GB  3 s   20%\\x1b[2J",
@@ -53,7 +55,9 @@ def test_every_rank_has_a_line(facts):
 
 
 def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
-    found = [RunningJob(Path(), pid, name, {}) for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))]
+    found = [
+        RunningJob(Path(), pid, name, {}) for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))
+    ]
     monkeypatch.setattr(running_jobs, "running_jobs", lambda: found)
     assert running_jobs.find_job("a.py") is running_jobs.find_job("7") is found[0]
     for name, sentence in {
@@ -139,7 +143,11 @@ def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls(
 def test_the_rate_of_a_resume_counts_no_step_of_the_run_before():
     """Its first step, which the optimizer counts, is step 1, and should_stop() counts step 302 then."""
     record = Record(("a",))
-    for second, step, counter in ((0.0, 1, BY_OPTIMIZER), (0.5, 302, BY_CALLS), (1.0, 304, BY_CALLS)):
+    for second, step, counter in (
+        (0.0, 1, BY_OPTIMIZER),
+        (0.5, 302, BY_CALLS),
+        (1.0, 304, BY_CALLS),
+    ):
         record.add(Event("progress", 0, progress(step, counter=counter), second))
         facts = job_facts(record, {}, second)
         assert facts["rate"] == (4.0 if step == 304 else None)
@@ -168,7 +176,10 @@ def test_the_status_says_how_far_the_training_is():
 def test_a_detached_job_whose_lock_another_machine_may_hold(tmp_path):
     """On NFS with nolock, the lock of another machine is not seen, so the job may run there."""
     DetachedJob(tmp_path).report_path.write_text('{"exit_code": null, "launched_on": "node7"}')
-    assert "If it runs on node7, its lock is not seen here. Log in there." in DetachedJob(tmp_path).ending
+    assert (
+        "If it runs on node7, its lock is not seen here. Log in there."
+        in DetachedJob(tmp_path).ending
+    )
 
 
 def test_a_folder_that_others_may_enter_is_no_job(monkeypatch, tmp_path):
