@@ -20,7 +20,7 @@ from mpiddp.drill.findings import Result
 from mpiddp.hosts import allocations, gpus
 from mpiddp.launch.judge.events import Announcement, Outcome, Phase, Record
 from mpiddp.launch.plan import environment
-from mpiddp.launch.plan.options import option_parser, variables_of_options
+from mpiddp.launch.plan.options import option_parser, variables_of_hostfiles, variables_of_options
 from mpiddp.launch.run import outcome_file, status
 from mpiddp.protocol import variables
 from mpiddp.protocol.server import Event
@@ -101,6 +101,13 @@ In a job on several hosts, all ranks get the variables of your shell, except the
 
 The ids of a job and of an array's task reach all ranks all the same, for example `SLURM_JOB_ID`.
 
+## Variables of a hostfile
+
+A line `#: -x NAME=VALUE` of a hostfile may set these variables, because none of them runs a program, loads a
+file or writes one. For any other, type `-x NAME=VALUE` on the command line, or use `--env-file`.
+
+{of_hostfiles}
+
 ## Schedulers
 
 {schedulers}
@@ -151,6 +158,7 @@ def text() -> str:
         readable=_table("variable | holds", _READABLE),
         schedulers=_schedulers(),
         kept="\n".join(f"- {why}: {_listed(names)}." for why, names in _kept().items()),
+        of_hostfiles=_table("variable | what it does", variables_of_hostfiles()),
         internal=", ".join(f"`{name}`" for name in sorted(_names() - _public())),
         patches=_table(
             "patch | what it does", {patch.__name__: _says(patch) for patch in _patches()}

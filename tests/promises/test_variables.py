@@ -106,6 +106,7 @@ def test_the_options_of_a_hostfile(hosts):
             "--image {program}.sif",
         ),
         *("-x LD_PRELOAD=x.so", "-x NCCL_NET_PLUGIN=x", "-x NCCL_DEBUG_FILE=x", "-x UCX_TLS=/x"),
+        *("-x 'UCX_GDB_COMMAND=touch ran'", "-x UCX_STATS_DEST=file:x", "-x NCCL_NET=x"),
     ],
 )
 def test_a_hostfile_is_no_program(here, option):
@@ -116,6 +117,9 @@ def test_a_hostfile_is_no_program(here, option):
     for dry in ((), ("--dry-run",)):
         done = here.run("launch", *dry, "--hostfile", file, here.script("")).assert_code(2)
         assert "a hostfile may only choose networks" in done.stderr
+        if line.startswith("-x"):
+            name = line.partition("=")[0].replace("'", "")
+            assert done.stderr.splitlines()[1:] == [f"  fix: mpiddp launch {name}=…"]
     assert not ran.exists()
 
 

@@ -48,6 +48,12 @@ _RANK = "(0|[1-9][0-9]{0,8})"
 _OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
 
 
+def _table(name: str) -> dict[str, str]:
+    """A file of this folder: a comment, then a row for each line, with two spaces between its columns."""
+    rows = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[1:]
+    return dict(row.split("  ", 1) for row in rows)
+
+
 def _number(text: str) -> str | int:
     """A number of ranks, or torchrun's words: one on each GPU, or for each core of this machine."""
     if text == "cpu":
@@ -244,8 +250,7 @@ def option_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 interrupted.",
         record=LaunchOptions,
     )
-    rows = Path(__file__).with_name("elsewhere.txt").read_text(encoding="utf-8").splitlines()[1:]
-    parser.elsewhere = dict(row.split("  ", 1) for row in rows)
+    parser.elsewhere = _table("elsewhere.txt")
     add_options(parser)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
@@ -294,18 +299,21 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
 
 
 # A hostfile may choose these: networks, time limits, hosts to leave out, and an image that its runtime keeps: a
-# file could be a colleague's. It may also set variables of the libraries that use the network. Some of these name
-# a file to load or to write, and a value with "/" may.
+# file could be a colleague's. Of variables it may set those of a list, because nobody knows all variables that run
+# a program or write a file. None of the list takes a path.
 BY_HOSTFILE = tuple(
     name for name, row in options_of(LaunchOptions).items() if row.metadata["by_hostfile"]
 )
-_OF_A_NETWORK = re.compile(
-    r"(NCCL|GLOO|UCX)_(?!\w*(PLUGIN|FILE|DIR|PATH|MODULE|LIB))\w+-?(=[^/]*)?", re.ASCII
-)
 _OF_A_CLUSTER = (
-    "a hostfile may only choose networks, time limits, an image, hosts to leave out, and variables of NCCL, "
-    "gloo and UCX without a path"
+    "a hostfile may only choose networks, time limits, an image, and hosts to leave out, and set some variables "
+    "of NCCL, gloo and UCX"
 )
+
+
+@cache
+def variables_of_hostfiles() -> dict[str, str]:
+    """The variables that a hostfile may set, each with the reason."""
+    return _table("hostfile_variables.txt")
 
 
 def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
@@ -323,11 +331,14 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
             _, others = parser.parse_known_args(words, values)
             exports, values.exports = values.exports, []
             values.settings |= parse_exports(exports, os.environ)
-            variables = [text for text in exports if not _OF_A_NETWORK.fullmatch(text)]
-            others += [f"-x {text.partition('=')[0]}" for text in variables]
             others += [values.image] if values.image and Image.of(values.image).is_file else []
             if others:
                 raise UserError(f"{shown(others[0])}: {_OF_A_CLUSTER}.")
+            for text in exports:
+                name, _, value = text.partition("=")
+                if name.removesuffix("-") not in variables_of_hostfiles() or "/" in value:
+                    (word,) = without_values([text], [text])
+                    raise UserError(f"-x {name}: {_OF_A_CLUSTER}.", fix=f"mpiddp launch -x {word}")
         except (UserError, argparse.ArgumentTypeError) as error:
             raise UserError(f"{where}: {str(error).removeprefix('mpiddp launch: ')}") from None
         values.of_hostfile += (f"{where}: {shlex.join(without_values(words, exports))}",)

@@ -4,6 +4,7 @@ Tests mpiddp/launch/plan/{options,environment}.py. The promises have the command
 """
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -105,6 +106,18 @@ def test_a_variable_stands_for_each_option_with_one_value(monkeypatch, tmp_path)
             context.setenv(f"MPIDDP_{name}", value)
             with pytest.raises(UserError, match=f"^MPIDDP_{name}: {why}"):
                 parsed("")
+
+
+def test_a_hostfile_may_set_each_variable_of_the_pages(tmp_path):
+    """Of the page that the program writes alone, the variables are the list itself."""
+    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "hostfiles").iterdir(), ROOT / "README.md"]
+    texts = [file.read_text() for file in files if file.name != "reference.md"]
+    names = {*re.findall(r"(?<![A-Z_])(?:NCCL|GLOO|UCX)_[A-Z_]+", "\n".join(texts))}
+    assert {"NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_SOCKET_FAMILY", "UCX_TLS"} <= names
+    hosts = tmp_path / "hosts"
+    for name in names:
+        hosts.write_text(f"#: -x {name}=1\nlocalhost\n")
+        assert parsed(f"--hostfile {hosts}").settings == {name: "1"}
 
 
 @pytest.mark.parametrize("field", BY_HOSTFILE)
