@@ -36,6 +36,12 @@ def parts(text: str) -> list[tuple[str, str]]:
     return [(sentence, fix.replace(FIX, "")) for sentence, _, fix in pairs]
 
 
+def sentence_and_fix(text: str) -> tuple[str, str]:
+    """The sentences of a text, each on its line, and the commands that stand below them, each once."""
+    sentences, fixes = zip(*parts(text), strict=True)
+    return "\n".join(sentences), "\n".join(dict.fromkeys(filter(None, fixes)))
+
+
 def listed(names: Sequence[str], most: int = 8) -> str:
     """ "a, b, and 7 more": the first names of a long list, short enough for an error."""
     more = f", and {len(names) - most} more" if len(names) > most else ""

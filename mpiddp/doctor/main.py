@@ -42,7 +42,7 @@ from mpiddp.launch.plan.job_network import find_network
 from mpiddp.launch.plan.options import add_options, parse_options
 from mpiddp.launch.plan.starters import find_starter
 from mpiddp.launch.run.outcome_file import why_failed
-from mpiddp.text import all_of, as_json, counted, escaped, parts
+from mpiddp.text import all_of, as_json, counted, escaped, parts, sentence_and_fix
 from mpiddp.world import leave_enclosing_job
 
 _FACTS_S = 110.0  # a host with a slow name server and slow disks takes so long
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
             for host, answer in answers.items():
                 if answer.why and host not in checked.complaints:
                     check = "versions" if answer.has_failed_there else "ssh"
-                    ((fact, fix),) = parts(answer.why)
+                    fact, fix = sentence_and_fix(answer.why)
                     add([Line(check, FAIL, fact.rstrip("."), fix)])
             if answered := [host for host, answer in answers.items() if not answer.why]:
                 facts = {host.name: answers[host].value for host in answered}

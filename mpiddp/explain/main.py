@@ -13,11 +13,11 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from mpiddp.arguments import OneSentenceParser, Option
 from mpiddp.errors import DONE, FAILED, UserError, named_by
-from mpiddp.explain.explain import OURS, Explanation, explain_file
+from mpiddp.explain.explain import OURS, Explanation, explain, explain_file
 from mpiddp.explain.failures import FAILURES, PROGRAMS
 from mpiddp.text import as_json, did_you_mean, escaped
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     with named_by(""), sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
         begin = file.peek(1)  # type: ignore[union-attr]
         if begin.startswith(_REPORT):
-            return _explain_report(escaped(name), json.load(file))
+            return _explain_report(escaped(name), _read_report(escaped(name), file))
         is_empty, log = not begin, explain_file(file)
     name = "stdin" if name == "-" and is_empty else escaped(name)
     explanations = log.explanations
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             print(f"To resume: {escaped(log.resume)}")
         return FAILED
     if explanations and not log.survived:
-        return _print_cause(name, *explanations)
+        return _print_cause(f"{name}:{explanations[0].number}", *explanations)
     if is_empty:
         print(f"{name} is empty.")
     elif explanations:
@@ -74,25 +74,40 @@ def main(argv: list[str]) -> int:
     return FAILED
 
 
-def _explain_report(name: str, report: Mapping[str, Any]) -> int:
+def _read_report(name: str, file: BinaryIO) -> dict[str, str]:
+    """The sentences of a job's report, "" for each that it lacks. Raises UserError if it is broken."""
+    try:
+        report = json.load(file)
+    except (ValueError, RecursionError):
+        raise UserError(f"{name} is a part of a report, or no report.") from None
+    keys = ("cause", "error", "known_cause", "fix")
+    texts = {key: report.get(key) or "" for key in keys}
+    for key, text in texts.items():
+        if not isinstance(text, str):
+            raise UserError(f'{name}: "{key}" of a report is a text.')
+    return {key: escaped(text, keep="\n") for key, text in texts.items()}
+
+
+def _explain_report(name: str, report: Mapping[str, str]) -> int:
     """Print how a job has ended, by its own report. Its fields are facts, so no line has to be recognized."""
-    cause, remedy = report["known_cause"], report["fix"]
+    error, cause, fix = report["error"], report["known_cause"], report["fix"]
     if report["cause"] not in ("failed", "bad_input"):
+        # A person may end a job that hangs.
+        if report["cause"] == "interrupted" and (hang := explain([f"{OURS}{error}"])):
+            return _print_cause(name, hang)
         print(f"{name}: no failure: the job is {report['cause']}.")
         return FAILED
-    print(
-        "\n".join(
-            escaped(text, keep="\n") for text in (f"{name}: {report['error']}", cause) if text
-        )
-    )
-    print(f"Fix:  {escaped(remedy)}" if remedy else f"No known failure. {_TO_ASK}")
-    return DONE if cause or remedy else FAILED
+    print(f"{name}: {error or 'it has no sentence, because the ranks or mpirun have printed it.'}")
+    if cause:
+        print(cause)
+    print("Fix:  " + fix.replace("\n", "\n      ") if fix else f"No known failure. {_TO_ASK}")
+    return DONE if cause or fix else FAILED
 
 
 def _print_cause(name: str, first: Explanation, *others: Explanation) -> int:
     """Print the root cause, its row if the table has one, and the other failures in the log."""
     row = first.failure
-    print(f"{name}:{first.number}: {first.line}")
+    print(f"{name}: {first.line}")
     explained = f"{row.id}: {row.cause}\nFix:  {first.fix}"
     print(explained if row.cause else f"No known failure. {_TO_ASK}")
     print("\nAlso seen:\n" if others else "", end="")

@@ -5,6 +5,7 @@ says where the others come from.
 """
 
 import io
+import json
 import re
 from collections import Counter
 
@@ -18,7 +19,7 @@ from mpiddp.explain.explain import explain, explain_file
 from mpiddp.explain.failures import FAILURES
 from mpiddp.launch.judge.events import Outcome
 from mpiddp.launch.run.outcome_file import Report
-from mpiddp.text import with_fix
+from mpiddp.text import as_json, with_fix
 from tests.support.ranks import ROOT
 
 TEXTS = ROOT / "tests" / "data" / "failures"
@@ -225,6 +226,44 @@ def test_a_report_is_read_and_not_its_prose(tmp_path, command):
     report.end(Outcome(1, "whatever the launcher says."), None)
     code, out, _ = command(path)
     assert (code, "No known failure. " in out) == (1, True)
+
+
+UNKNOWN = "No known failure. "
+TWO_HOSTS = "\n".join(with_fix(f"node{n}: no x.", f"fix of node{n}") for n in (1, 2))
+HANG = "rank 1 on node1 has not entered all_reduce no. 31."
+REPORTED = [
+    (Outcome(1, "the ranks differ:\nfc.weight  0.1  0.2"), 1, UNKNOWN),
+    (Outcome(2, TWO_HOSTS), 0, "Fix:  fix of node1\n      fix of node2\n"),
+    (Outcome(2), 1, UNKNOWN),
+    (Outcome(1, "rank 0 failed.", known_cause="ParsingError: a\n\t[line 2]."), 0, UNKNOWN),
+    (Outcome(130, f"interrupted: the job hung, and was stopped: {HANG}"), 0, "python-hang: "),
+    (Outcome(130, "interrupted: the job was stopped."), 1, "no failure: the job is interrupted."),
+]
+
+
+@pytest.mark.parametrize(("outcome", "code", "said"), REPORTED)
+def test_a_report_has_no_fix_that_is_none(outcome, code, said, tmp_path, command):
+    """Whatever the launcher says, in however many lines, the report has it, and each fix once."""
+    Report("job", paths=[path := tmp_path / "report.json"]).end(outcome, None)
+    facts = json.loads(path.read_text())
+    assert facts["fix"] == ("fix of node1\nfix of node2" if outcome.sentence == TWO_HOSTS else None)
+    assert "\n".join(filter(None, [facts["error"], facts["known_cause"]])) == "\n".join(
+        line
+        for line in f"{outcome.sentence}\n{outcome.known_cause}".strip().splitlines()
+        if not line.startswith("  fix: ")
+    )
+    ended, out, err = command(path)
+    assert (ended, err, said in out, "None" in out) == (code, "", True, False)
+
+
+@pytest.mark.parametrize("text", ['"error": 5', '"error": "x', '"error": ' + "[" * 9999, ""])
+def test_a_report_of_another_version_or_a_part_of_one(text, tmp_path, command):
+    """It is explained without the sentences that it lacks, or refused in one sentence."""
+    path, begin = tmp_path / "report.json", as_json("launch", {"cause": "failed"})[:-2]
+    path.write_text(f"{begin}, {text}}}" if text else f"{begin}}}")
+    code, out, err = command(path)
+    assert "Traceback" not in err
+    assert (code, out) == (2, "") if text else code == 1 and UNKNOWN in out
 
 
 HELD_OUT = [

@@ -36,7 +36,7 @@ from mpiddp.errors import (
 from mpiddp.files import replace_file
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import Outcome
-from mpiddp.text import as_json, parts, shown
+from mpiddp.text import as_json, sentence_and_fix, shown
 
 _CAUSES = {
     DONE: "done",
@@ -131,7 +131,8 @@ class Report:
             "resume": resume,
             "ended_at": time.time(),
         }
-        self._write()
+        with aid("report"):  # the exit code of the job counts more
+            self._write()
         if not self._on_end:
             return
         from tempfile import TemporaryDirectory  # takes 10 ms
@@ -180,8 +181,8 @@ def why_failed(report: Path, stderr: str) -> str:
 
 
 def _ending(outcome: Outcome) -> dict[str, Any]:
-    error, fix = map("\n".join, zip(*parts(outcome.sentence), strict=True))
-    ((cause, remedy),) = parts(outcome.known_cause)
+    error, fix = sentence_and_fix(outcome.sentence)
+    cause, remedy = sentence_and_fix(outcome.known_cause)
     return {
         "cause": _CAUSES[outcome.code],
         "exit_code": outcome.code,
