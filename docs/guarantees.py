@@ -80,6 +80,7 @@ _PROMISES = [
     ("output", "test_lines_are_whole"),
     ("detached", "test_a_job_outlives_its_terminal_and_its_shell"),
     ("variables", "test_what_crosses_the_network"),
+    ("variables", "test_a_hostfile_is_no_program"),
     ("who_may_connect", "test_another_user"),
     ("who_may_connect", "test_strangers"),
     ("doctor", "test_doctor_raises_no_false_alarm"),

@@ -46,8 +46,8 @@ _POLL_S = 0.005  # to see that a program has ended
 _TOGETHER_S = 1.0  # lines that come within this time are shown together
 _MOST_UNSHOWN = 1 << 20  # bytes; if a host has printed more, they are shown without waiting
 
-# The command of the shell on each host. It is the same for every host and every user: Python's name comes
-# through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's daemon starts in the
+# The command of the shell on each host. It is the same for every host and every user: Python's name and its
+# LD_LIBRARY_PATH come through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's daemon starts in the
 # same kind of shell: not a login shell, not interactive, no activated environment. Python starts in the root
 # folder, because it imports modules from its working folder. Then it reads programs from stdin. Before each
 # program comes a line with its size and with the word that Python has to print after the program's output.
@@ -60,6 +60,7 @@ _READ_ON = (
 _SHELL_LINE = (
     f"echo {LOGIN}; while IFS= read -r line; do case $line in python=*) break ;; esac; done; "
     f'python=${{line#python=}}; [ -e "$python" ] || command -v "$python" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
+    'IFS= read -r libraries; [ -z "$libraries" ] || export LD_LIBRARY_PATH="$libraries"; '
     f'cd / && exec "$python" -c "{_READ_ON}"'
 )
 # A user's login shell may be fish or csh, but any shell passes one line without single quotes on to sh.
@@ -308,7 +309,11 @@ class Login:
             os.set_blocking(stream.fileno(), False)
         self._stdin.settimeout(transport.login_s)
         self._send()
-        self._to_send = f"python={python}\n".encode()
+        # Another Python than the job's may start with the libraries of its host alone.
+        libraries = (
+            transport.libraries if os.sep in python and "\n" not in transport.libraries else ""
+        )
+        self._to_send = os.fsencode(f"python={python}\n{libraries}\n")
 
     @property
     def has_answered(self) -> bool:

@@ -28,6 +28,8 @@ class Transport(NamedTuple):
     keeps_open: bool = False  # whether a login may run one program after the other
     at_once: tuple[str, ...] = ()  # its options to pass on each byte at once, and not whole lines
     environment: Callable[[Mapping[str, str]], dict[str, str]] = dict  # of the program, by ours
+    # LD_LIBRARY_PATH for a job's own Python, which may not start without it; "" for the host's own.
+    libraries: str = ""
 
     def complaint(self, host: str, reason: str) -> str:
         """The sentence about a host that it does not reach."""
@@ -94,7 +96,7 @@ SRUN = Transport(
     "srun",
     (
         *("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", "--mpi=none", "--quiet"),
-        *("--chdir=/", "--export=HOME,USER,LOGNAME,SHELL,LANG,PATH", "--nodelist"),
+        *("--chdir=/", "--export=HOME,USER,LOGNAME,SHELL,LANG,PATH,LD_LIBRARY_PATH", "--nodelist"),
     ),
     "rsh",
     "scontrol show node {host}",

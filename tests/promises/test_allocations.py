@@ -25,7 +25,7 @@ from tests.support.cluster.slurm import Slurm
 from tests.support.cluster.ssh import stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
-from tests.support.machine import executable
+from tests.support.machine import executable, python_that_needs
 from tests.support.place import Done, Hosts, eventually, program, two_mpis
 from tests.support.ranks import LAUNCH, ROOT
 
@@ -98,6 +98,13 @@ def test_a_slurm_job(hosts, sbatch):
     master = hosts["node0"].address
     network = [(rank["interface"], rank["master"]) for rank in done.records]
     assert network == [("eth0", master)] * 2 + [("ens5", master)] * 2
+
+
+def test_a_python_of_a_module_in_a_slurm_job(hosts, sbatch):
+    """In a Slurm job, a Python that needs LD_LIBRARY_PATH, as one of a module, starts on every host."""
+    python = python_that_needs(libraries := hosts.folder / "needed")
+    first = f"export LD_LIBRARY_PATH={libraries}; exec {python} -m mpiddp launch {program('identity.py')}"
+    assert placed(sbatch("unused", first=first)) == ON_TWO
 
 
 def test_a_launch_from_a_login_node(hosts, batch):

@@ -1,10 +1,12 @@
 """Any ssh, any network: settings of users, logins that fail, IPv6, sets of names."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from subprocess import PIPE
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from tests.support.cluster.faults import begins_with, sshd_with
 from tests.support.cluster.host import TMPDIR, USER
 from tests.support.cluster.needs import need, tool
 from tests.support.doctor_faults import shelled
-from tests.support.machine import executable
+from tests.support.machine import executable, python_that_needs
 from tests.support.place import Hosts, eventually, every_mpi, program
 
 CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
@@ -379,6 +381,22 @@ def test_a_python_that_may_not_be_executed(hosts):
     assert sentence.endswith(
         f"Permission denied.\n{FIX}install the same Python there as here, on a file system without noexec"
     )
+
+
+def test_a_python_of_a_module(hosts):
+    """A Python that needs LD_LIBRARY_PATH, as one of a module, starts on every host, from the shell or by -x."""
+    libraries = hosts.folder / "needed libs"
+    python, where = python_that_needs(libraries), ("-H", "node0:1,node1:1")
+    run = (python, "-m", "mpiddp", "launch", *where)
+    script = hosts.script("import os; print(os.uname().nodename, os.environ['LD_LIBRARY_PATH'])")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of mpirun
+    env = {"LD_LIBRARY_PATH": str(libraries), "PATH": path}
+    for options in ((), ("--no-check",)):
+        done = hosts.run(*run, *options, "--log-ranks=all", script, env=env).assert_ok()
+        assert {*done.lines} == {f"{name} {libraries}" for name in ("node0", "node1")}
+    hosts.run(python, "-m", "mpiddp", "doctor", "--quick", *where, env=env).assert_ok()
+    done = hosts.run(*run, "-x", "LD_LIBRARY_PATH=/none", script, env=env).assert_code(2)
+    assert "node1: " + python + " does not run there: error while loading" in done.stderr
 
 
 def test_a_script_that_a_host_lacks(hosts):

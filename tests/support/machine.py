@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,3 +83,20 @@ def reserved(address: str) -> socket.socket:
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind((address, 0))
     return reservation
+
+
+def python_that_needs(libraries: Path) -> str:
+    """This Python with its packages, at a path of its own. As one of a module, it starts with LD_LIBRARY_PATH alone."""
+    ours, venv = Path(sys.prefix), libraries.with_name("venv")
+    (venv / "bin").mkdir(parents=True)
+    for name in ("lib", "pyvenv.cfg"):
+        (venv / name).symlink_to(ours / name)
+    lacks = "libneeded.so: cannot open shared object file: No such file or directory"
+    text = f"""\
+case ":$LD_LIBRARY_PATH:" in
+  *:'{libraries}':*) ;;
+  *) echo "error while loading shared libraries: {lacks}" >&2; exit 127 ;;
+esac
+exec bash -c 'exec -a "$0" {Path(sys.executable).resolve()} "$@"' "$0" "$@"
+"""
+    return executable(venv / "bin" / "python", text)

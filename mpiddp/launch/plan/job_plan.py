@@ -193,7 +193,10 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     if options.mpirun is not None and hosts.starter != "mpirun":
         # Slurm signals every process of its steps. As steps, daemons of this mpirun would end their ranks.
         transport = SSH._replace(login_s=options.login_s)
-    transport = transport._replace(silence_s=variables.PATIENCE * options.lost_s)
+    # mpirun passes the same to the agents.
+    libraries = {**env, **options.settings}.get("LD_LIBRARY_PATH") or ""
+    silence_s = variables.PATIENCE * options.lost_s
+    transport = transport._replace(silence_s=silence_s, libraries=libraries)
     hosts = replace(hosts, transport=transport)
     if options.exclude is not None:
         hosts = without(hosts, options.exclude, is_first=is_first)
