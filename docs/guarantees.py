@@ -75,6 +75,7 @@ _PROMISES = [
     ("checkpoints", "test_lost_host_of_rank_0"),
     ("checkpoints", "test_full_disk"),
     ("checkpoints", "test_run_in_use_is_refused"),
+    ("images", "test_a_folder_that_is_lost_with_its_container"),
     ("checkpoints", "test_killed_script_restarts"),
     ("restarts", "test_a_lost_host"),
     ("output", "test_lines_are_whole"),

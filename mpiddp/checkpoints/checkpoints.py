@@ -30,6 +30,7 @@ from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError, named_by
 from mpiddp.protocol.variables import AGENT_STORE
+from mpiddp.runtime.in_image import refuse_lost
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current, script_session
@@ -283,6 +284,8 @@ class Checkpoints:
         session = current()
         # If a script catches the error that has ended another run of this process, that run may still save.
         session.progress.wait_for_saves()
+        if not self._bucket:
+            refuse_lost(self._records.dir.path)
         run = Run(self._records, self._coordinator, self._options, self._bucket, call)
         try:
             yield run

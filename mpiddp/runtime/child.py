@@ -26,7 +26,7 @@ from typing import Any
 from mpiddp.errors import DONE, MORE_PROCESSES, cause_of
 from mpiddp.hosts import processes
 from mpiddp.protocol.channel import STOP_SIGNALS, STREAMS, VALUE_LIMIT, Lines, is_shown
-from mpiddp.protocol.variables import ERROR_FILE
+from mpiddp.protocol.variables import CONTAINER_BEGAN, ERROR_FILE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.program import COMMAND, command_environment, mpi_environment, script_environment
@@ -141,7 +141,12 @@ class Child:
 
         image = Image.of(orders.image)
         name = f"mpiddp-{os.urandom(8).hex()}-{self._rank.world.rank}"
-        container, env = container_of(name, orders.mounts, env, orders.exported)
+        mounts, error_file = orders.mounts, env[ERROR_FILE]
+        if not re.search("[:,]", error_file):  # of a TMPDIR, which no option of a mount could name
+            Path(error_file).touch(0o600)
+            mounts = (*mounts, error_file)
+        env = {**env, CONTAINER_BEGAN: str(time.time())}
+        container, env = container_of(name, mounts, env, orders.exported)
         if (remover := image.remover(name, env)) is not None:
             self._remover = remover
             self.others.add(remover.pid)

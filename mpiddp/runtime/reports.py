@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from mpiddp.protocol.channel import LARGEST_WHOLE, LINE_LIMIT, is_valid
 from mpiddp.protocol.variables import ANNOUNCED
+from mpiddp.runtime.in_image import refuse_lost
 from mpiddp.runtime.job.progress import BY_SCRIPT
 from mpiddp.runtime.job.session import script_session
 from mpiddp.text import shown
@@ -55,6 +56,7 @@ def announce(
     Raises:
         TypeError: an argument that is not a string.
         ValueError: a number below 1, or an argument that no command can get, such as one with a NUL.
+        UserError: an argument is a path that is lost with the container of `mpiddp launch --image`.
     """
     facts = {
         "resume_args": list(resume_args),
@@ -68,7 +70,13 @@ def announce(
         raise ValueError(
             f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}"
         )
-    script_session().coordinator.tell_launcher("announce", **facts)
+    session = script_session()  # it has to know of an error
+    for text in resume_args:
+        name, _, value = text.partition("=")
+        path = value if name.startswith("-") and value else text
+        if path.startswith("/"):
+            refuse_lost(path)
+    session.coordinator.tell_launcher("announce", **facts)
 
 
 def announced() -> Announced | None:

@@ -58,6 +58,9 @@ def cluster() -> Iterator[Cluster]:
         yield up
 
 
+PYTHON_THERE = f"PATH={Path(sys.executable).parent}:/usr/bin"
+
+
 def launched(*options: str) -> list[str]:
     return ["launch", "-H", "node0:1,node1:1", "--image", IMAGE, *MOUNTED, *options]
 
@@ -100,7 +103,7 @@ def test_ranks_in_an_image(hosts, cluster):
     """Scripts in containers form a group; a rank that fails is named and restarted; no container is left."""
     for name in ("reduces.py", "identity.py"):
         shutil.copy(program(name), hosts.folder)
-    done = hosts.run(*launched("-x", f"PATH={Path(sys.executable).parent}:/usr/bin"), "reduces.py")
+    done = hosts.run(*launched("-x", PYTHON_THERE), "reduces.py")
     ranks = done.assert_ok().records
     assert [(rank["host"], rank["RANK"], rank["sum"]) for rank in ranks] == [
         ("node0", 0, 3),
@@ -114,6 +117,37 @@ def test_ranks_in_an_image(hosts, cluster):
     )
     assert any("restart 1 of 1" in line for line in done.said)
     assert containers(cluster) == []
+
+
+ANNOUNCES = """
+import os, sys, mpiddp
+path, how = sys.argv[1:]
+if how == "Checkpoints":
+    with mpiddp.process_group():
+        with mpiddp.Checkpoints(path, every=1) as checkpoints:
+            checkpoints.resume()
+else:
+    mpiddp.announce(resume_args=["--epochs", "3", "/etc/mpiddp-test", how.format(path)])
+print("began", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("image")
+def test_a_folder_that_is_lost_with_its_container(hosts, cluster):
+    """If a script announces a folder that only its container has, the job ends, and the fix is a `--mount`."""
+    for how in ("Checkpoints", "{}", "--resume={}"):
+        job = (*launched("-x", PYTHON_THERE, hosts.script(ANNOUNCES)),)
+        done = hosts.run(*job, "/srv/my runs/new", how)
+        sentence = "/srv/my runs/new is inside the container only, and is lost with it."
+        assert sentence in done.said[-1]
+        assert (done.code in (1, 2), done.fixes[-1:]) == (True, ["--mount '/srv/my runs'"])
+        if how == "Checkpoints":
+            assert (done.code, done.said) == (2, [sentence])
+        # The working folder, and one of --mount.
+        with mounted(cluster["node0"], "/srv"), mounted(cluster["node1"], "/srv"):
+            for path, mount in (("new", ()), ("/srv/new", ("--mount", "/srv"))):
+                done = hosts.run(*job[:-1], *mount, job[-1], path, how).assert_ok()
+                assert {*done.lines} == {"began"}
 
 
 SLEEPS = """
