@@ -13,11 +13,13 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import NamedTuple
 
-from mpiddp.hosts.gpus import hides_all_gpus
+from mpiddp.hosts.gpus import hides_all_gpus, tool_output
 from mpiddp.protocol.channel import REMOVER_NAME
 from mpiddp.protocol.variables import JOB, OF_A_HOST
 from mpiddp.text import shown
@@ -37,6 +39,7 @@ _FACTS = (
 _PRESENT = (
     "image="  # begins what tells an image from another one; any other text says why it is missing
 )
+_ANSWERS_S = 10.0  # for a program to say whether it has an image
 # Podman would read an image from a file, or from another store.
 _ELSEWHERE = re.compile("(dir|oci|oci-archive|docker-archive|docker-daemon|containers-storage):")
 # The process reads a line when the runtime has ended, and none if this process is killed: the container may begin
@@ -143,20 +146,23 @@ class Image(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Image:
-        """The image of `PROGRAM://NAME`, of a file, or of a name that the first program of this host gets."""
+        """The image of `PROGRAM://NAME`, of a file, or of a name that a program of this host has."""
         program, _, name = text.rpartition("://")
-        by_suffix = [
-            program for program, row in RUNTIMES.items() if row.suffix and name.endswith(row.suffix)
-        ]
-        kept = [
-            program for program, row in RUNTIMES.items() if not row.suffix and shutil.which(program)
-        ]
-        program = program or [*by_suffix, *kept, "docker"][0]
-        if program not in RUNTIMES or not name or name.startswith("-") or _ELSEWHERE.match(name):
+        by_suffix = (
+            row
+            for row, runtime in RUNTIMES.items()
+            if runtime.suffix and name.endswith(runtime.suffix)
+        )
+        program = program or next(by_suffix, "")
+        is_name = bool(name) and not name.startswith("-") and not _ELSEWHERE.match(name)
+        if program not in ("", *RUNTIMES) or not is_name:
             known = ", ".join(f"{program}://…" for program in RUNTIMES)
             raise argparse.ArgumentTypeError(
                 f"{shown(text)} is no image; expected a name, a file, or {known}"
             )
+        kept = [row for row, runtime in RUNTIMES.items() if not runtime.suffix]
+        installed = tuple(filter(shutil.which, kept)) or tuple(kept)
+        program = program or _program_that_has(name, installed)
         return cls(program, os.path.abspath(name) if RUNTIMES[program].suffix else name)  # noqa: PTH100
 
     @property
@@ -197,9 +203,35 @@ class Image(NamedTuple):
         )
 
 
+@cache
+def _program_that_has(name: str, installed: Sequence[str]) -> str:
+    """The program that runs the image on all hosts: the first that has it here, or else that answers.
+
+    Docker's client is often installed without its service.
+    """
+    if len(installed) == 1:
+        return installed[0]
+    for program in installed:
+        if identity(tool_output(program, (*_FACTS, name), None, _ANSWERS_S) or ""):
+            return program
+    for program in installed:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            lists = [program, "image", "ls", "--quiet"]
+            if not subprocess.run(
+                lists, stdin=DEVNULL, capture_output=True, timeout=_ANSWERS_S
+            ).returncode:
+                return program
+    return installed[0]
+
+
 def identity(said: str) -> str:
     """The line of the output of `Image.facts` that tells the image from another one; "" if the image is missing."""
     return next((line for line in said.splitlines() if line.startswith(_PRESENT)), "")
+
+
+def says_missing(said: str) -> bool:
+    """Whether the output of `Image.facts` says that there is no such image. Else the program itself has failed."""
+    return re.search("(?i)no such|not known|not found", said) is not None
 
 
 def folder(text: str) -> str:

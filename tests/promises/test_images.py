@@ -16,6 +16,7 @@ from tests.support.cluster import Cluster, Host
 from tests.support.cluster.faults import mounted
 from tests.support.cluster.host import USER, USER_ID
 from tests.support.cluster.needs import need
+from tests.support.machine import tool
 from tests.support.patience import eventually
 from tests.support.place import program
 from tests.support.ranks import ALL_OUTPUT, ROOT
@@ -89,6 +90,28 @@ def test_an_image_is_pushed(hosts, cluster):
         "launch", "-H", "node0:1", "--image", "podman://no/image", "--", "true"
     ).assert_code(2)
     assert alone.fixes == ["podman pull no/image"]
+
+
+NO_SERVICE = "echo 'Cannot connect to the Docker daemon. Is the docker daemon running?' >&2; exit 1"
+SERVICE = "[ $2 = ls ] || { echo 'No such image' >&2; exit 1; }"
+
+
+@pytest.mark.usefixtures("image")
+def test_the_program_that_has_the_image(hosts):
+    """Of Docker and Podman, all hosts use the one that has the image. One whose service is off is named."""
+    name = IMAGE.removeprefix("podman://")
+    launch = ("launch", "-H", "node0:1,node1:1", *MOUNTED, "--image")
+    for docker in (NO_SERVICE, SERVICE):
+        path = tool(hosts.folder, "docker", docker)
+        done = hosts.run(*launch, name, "--", "cat", "/etc/mpiddp-test", env={"PATH": path})
+        assert done.assert_ok().lines == ["of the image"] * 2
+        done = hosts.run(*launch, "no/image", "--", "true", env={"PATH": path}).assert_code(2)
+        answers = "docker" if docker == SERVICE else "podman"
+        assert {*done.fixes} == {f"mpiddp hosts push HOSTFILE --image {answers}://no/image"}
+    path = tool(hosts.folder, "docker", NO_SERVICE)
+    done = hosts.run(*launch, f"docker://{name}", "--", "true", env={"PATH": path}).assert_code(2)
+    assert "Cannot connect to the Docker daemon" in done.said[0]
+    assert done.fixes == ["docker info", "ssh node1 docker info"]
 
 
 @pytest.fixture

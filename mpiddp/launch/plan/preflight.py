@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names, processes
 from mpiddp.hosts.complaints import Answer, ssh_line
-from mpiddp.hosts.containers import identity
+from mpiddp.hosts.containers import identity, says_missing
 from mpiddp.hosts.gpu_faults import faults, in_use
 from mpiddp.hosts.gpu_faults import notes as notes_on
 from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus
@@ -263,9 +263,9 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str
     if image := [*needs["image"]][-1:]:
         said = (info.image or f"no answer of {program}").strip()
         if not identity(said):
-            return with_fix(
-                f"{name}: {image[0]}: {escaped(said.splitlines()[-1])}", needs["image_fix"]
-            )
+            here = "" if is_this_host(name) else f"{ssh_line(info.host)} "
+            fix = needs["image_fix"] if says_missing(said) else f"{here}{program} info"
+            return with_fix(f"{name}: {image[0]}: {escaped(said.splitlines()[-1])}", fix)
         if identity(said) != identity(first.image or ""):
             return with_fix(
                 f"{image[0]} is another image on {first.host.name} than on {name}.",
