@@ -55,6 +55,13 @@ class Program(NamedTuple):
                 with path.open("rb") as file:
                     _refuse_shell_script(name, file.readline(1000), file)
 
+    @property
+    def title(self) -> str:
+        """Its script or module, which all ranks share; "" for a command, of which mpirun may start several."""
+        if self.kind == MODULE:
+            return f"-m {self.name}"
+        return os.path.normpath(self.name) if self.kind == SCRIPT else ""
+
     def files(self) -> list[tuple[str, str]]:
         """Its files that have to be the same on all hosts, each with its SHA-256."""
         return files_of(self.kind, self.name, str(Path.cwd()), import_folders())

@@ -217,7 +217,9 @@ class RankAttempt:
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 
         try:
-            env, store = meet(self.coordinator, str(problem or ""), rank.program.files)
+            env, store = meet(
+                self.coordinator, str(problem or ""), rank.program.files, rank.program.title
+            )
         finally:
             # All ranks have read the private file once they have met, or refuse together. Else the launcher does.
             if rank.private_file and isinstance(sys.exc_info()[1], (UserError, type(None))):

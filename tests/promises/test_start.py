@@ -577,6 +577,20 @@ def test_a_refusal_is_printed_once(here, fault):
     assert words in sentence
 
 
+def test_two_scripts_are_no_job(here):
+    """A raw mpirun that starts two scripts is refused, also on one host, and the error names both."""
+    here.script("print('began')", "a.py")
+    here.script("print('began')", "b.py")
+    mpirun, python = mpirun_command(2, *RUN), sys.executable
+    line = (*mpirun, "a.py", ":", "-np", "1", python, *RUN, "./a.py")
+    assert here.run(*line).assert_ok().lines == ["began"] * 3
+    for other in (("b.py",), ("-m", "a")):
+        done = here.run(*line[:-1], *other).assert_code(2)
+        both = rf"mpiddp: rank 0 on \S+ runs a\.py, and rank 2 on \S+ runs {' '.join(other)};"
+        assert re.match(both, own_lines(done.stderr)[0])
+        assert done.stdout == ""
+
+
 # Replaces the hosts node0 and node1 by node0 twice, as a configuration of the MPI could.
 ELSEWHERE = """\
 for word; do

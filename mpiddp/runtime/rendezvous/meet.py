@@ -28,11 +28,15 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 
 def meet(
-    ranks: Coordinator, problem: str = "", files: Callable[[], result.Files] = tuple
+    ranks: Coordinator,
+    problem: str = "",
+    files: Callable[[], result.Files] = tuple,
+    program: str = "",
 ) -> tuple[dict[str, str], socket.socket | None]:
     """Meet the other ranks, which learn this one's facts and its problem. All ranks must call this.
 
-    The first rank of each host calls `files`, so that several hosts can compare what they run. `ranks` may be
+    All ranks compare `program`, the name of what they run, and the first rank of each host calls `files`, so that
+    several hosts can compare its contents. `ranks` may be
     connected to the launcher; without one, rank 0 serves the job channel. Returns this rank's variables, and
     rank 0's socket for torch's store, which is bound before it is announced.
     """
@@ -46,7 +50,7 @@ def meet(
         way = way_to_meet(ranks, timeout_s)
     with way, ranks.all_or_none():
         world, gather = ranks.world, partial(ranks.all_gather_json, timeout_s=timeout_s)
-        infos = result.gathered(gather(RankInfo.of_this_process(world, problem)))
+        infos = result.gathered(gather(RankInfo.of_this_process(world, problem, program)))
         ranks.hostnames = tuple(info.hostname for info in infos)
         ranks.ranks_here = result.ranks_by_host(infos)[infos[world.rank].host]
         if any(info.problem for info in infos):

@@ -31,9 +31,10 @@ class RankInfo(NamedTuple):
     interfaces: Sequence[Interface]
     problem: str = ""  # why this rank cannot begin
     run_id: str = ""  # all ranks take that of rank 0, which is the same in all attempts of a job
+    program: str = ""  # its script, or -m and its module; "" for a command, and by hand
 
     @classmethod
-    def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
+    def of_this_process(cls, world: World, problem: str = "", program: str = "") -> RankInfo:
         place = (
             world.rank,
             world.local_rank,
@@ -41,9 +42,8 @@ class RankInfo(NamedTuple):
             world.hostname,
             machine("net"),
         )
-        return cls(
-            *place, interfaces(), problem, os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
-        )
+        run_id = os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
+        return cls(*place, interfaces(), problem, run_id, program)
 
     @property
     def host(self) -> tuple[str, str]:
@@ -202,6 +202,14 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
 
     `programs` has the files of the first rank of each host.
     """
+    scripts = {info.program: info for info in reversed(infos) if info.program}
+    if len(scripts) > 1:  # by mpirun … run a.py : … run b.py
+        one, other = sorted(scripts.values(), key=lambda info: info.rank)[:2]
+        raise UserError(
+            f"rank {one.rank} on {one.hostname} runs {one.program}, and rank {other.rank} on "
+            f"{other.hostname} runs {other.program}; all ranks of a job run the same script.",
+            fix="start a job for each, or one script that chooses by RANK",
+        )
     firsts = {ranks[0] for ranks in ranks_by_host(infos).values()}
     for info, program in zip(infos, programs, strict=True):
         if info.rank in firsts and program != programs[0]:
