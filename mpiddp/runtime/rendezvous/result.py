@@ -204,10 +204,10 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
     """
     scripts = {info.program: info for info in reversed(infos) if info.program}
     if len(scripts) > 1:  # by mpirun … run a.py : … run b.py
-        one, other = sorted(scripts.values(), key=lambda info: info.rank)[:2]
+        one, another = sorted(scripts.values(), key=lambda info: info.rank)[:2]
         raise UserError(
-            f"rank {one.rank} on {one.hostname} runs {one.program}, and rank {other.rank} on "
-            f"{other.hostname} runs {other.program}; all ranks of a job run the same script.",
+            f"rank {one.rank} on {one.hostname} runs {one.program}, and rank {another.rank} on "
+            f"{another.hostname} runs {another.program}; all ranks of a job run the same script.",
             fix="start a job for each, or one script that chooses by RANK",
         )
     firsts = {ranks[0] for ranks in ranks_by_host(infos).values()}
