@@ -115,8 +115,8 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
     if outcome.code == STOPPED or can_resume:
         resume = shlex.join([*report.command, *resume_args])
     if resume and outcome.code != FAILED:
-        log.info(f"to resume: {resume}")
         _say_left_out(text.partition("=")[0] for text in options.exports if "=" in text)
+        log.info(f"to resume: {resume}")  # the last line, which a user copies
     report.end(outcome, resume)
     for number in repeated:
         signal.signal(number, signal.SIG_IGN)  # Python's end restores the default of the others
@@ -126,7 +126,7 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
 def _say_left_out(names: Iterable[str]) -> None:
     """Name the variables whose values a printed command lacks."""
     if missing := ", ".join(sorted(names)):
-        log.info(f"{LEFT_OUT} replaces values that are never printed here. Fill in: {missing}")
+        log.info(f"{LEFT_OUT} replaces values that are never printed. Fill in below: {missing}")
 
 
 # --- a function of mpiddp.spawn ---

@@ -586,6 +586,9 @@ def test_local_ranks_that_nobody_sets(here, kind):
 @pytest.mark.parametrize("name", ["PBS_JOBID", "PET_NNODES"])
 def test_never_silently_alone(here, name):
     """A job never starts on one host in silence. If a scheduler does not list its hosts, launch refuses."""
+    said = ["no hosts given: using this machine, slots=1"]
+    assert here.run("launch", "-q", "--", "true").assert_ok().said == said
+    assert here.run("launch", "-q", "-H", "localhost", "--", "true").assert_ok().said == []
     # tests/refusals has the sentence of each scheduler.
     (sentence,) = here.run("launch", program("identity.py"), env={name: "2"}).refusals
     assert f"{name}=2" in sentence

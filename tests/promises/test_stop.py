@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.cluster import Cluster, slurm
 from tests.support.cluster.slurm import Slurm
+from tests.support.machine import tool
 from tests.support.patience import PATIENCE_S, within
 from tests.support.place import Here, Job, Place, eventually, every_mpi, program, two_mpis
 from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, mpirun_command
@@ -65,15 +66,35 @@ def test_the_same_step(here, mpi):
 )
 def test_every_signal(here, number):
     """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop. If the script heeds
-    them, a line has the command that resumes the job, but for values of `-x`, which are never printed.
+    them, the last line has the command that resumes the job, but for values of `-x`, which are never printed.
     """
     options = (*LONG_GRACE, "--max-restarts", "2", "-x", "SECRET=two words")
     done = ready(here, STOPS, options=options).signal(number).wait().assert_code(75)
     assert len(set(saved_steps(done.stdout))) == 1
     typed = ("mpiddp", "launch", *options[:-1], "SECRET=…", *here.where(2), STOPS)
-    resume, missing = done.said[-2:]
+    missing, resume = done.said[-2:]
     assert resume == f"to resume: {shlex.join(typed)}"
-    assert missing == "… replaces values that are never printed here. Fill in: SECRET"
+    assert missing == "… replaces values that are never printed. Fill in below: SECRET"
+
+
+def test_the_loop_of_the_page(here):
+    """The loop of docs/stop.md repeats a job that was stopped, and ends with any other code, or at Ctrl-C."""
+    page = (ROOT / "docs/stop.md").read_text()
+    (loop,) = re.findall(r"```sh\n(.*\nuntil .*\n)```", page)
+    tools = here.folder / "tools"
+    for code in (0, 1, 2, 130):
+        counts = f'echo x >>runs; [ "$(wc -l <runs)" = 3 ] && exit {code}; exit 75'
+        path = tool(tools, "mpiddp", counts)
+        for shell in ("sh", "bash"):
+            done = here.run(shell, "-c", loop, env={"PATH": path})
+            assert (done.code, (here.folder / "runs").read_text()) == (code, "x\n" * 3)
+            (here.folder / "runs").unlink()
+    launch = shlex.join([sys.executable, "-m", "mpiddp", "launch", *here.where(1), STOPS])
+    line = loop.replace("mpiddp launch …", f"echo x >>runs; {launch}")
+    with in_a_terminal("/bin/sh", "-c", line, cwd=here.folder) as terminal:
+        terminal.until("ready").types("\x03")
+        assert terminal.wait() == 75
+    assert (here.folder / "runs").read_text() == "x\n"
 
 
 def is_pending(pid: int, number: int) -> bool:

@@ -171,7 +171,7 @@ class LaunchOptions:
         help="run this command when the job has ended, with the path of its report")
     detach: bool = common("--detach", help="go on without this terminal; mpiddp ps, logs and wait follow")
     dry_run: bool = common("--dry-run", help="start nothing; print the command and its reasons")
-    quiet: bool = option("-q", "--quiet", help="print only errors from mpiddp: no hints, no status")
+    quiet: bool = option("-q", "--quiet", help="print only errors from mpiddp, and that no hosts are given: no hints, no status")
     verbose: bool = option("-v", "--verbose", help="print each choice and its reason, and the host of every rank")
     # fmt: on
 

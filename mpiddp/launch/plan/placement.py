@@ -155,7 +155,9 @@ def place(
         are_idle = {*room.values()} == {1} and on_node not in ("", "0", "1")
         more = f"; for a rank on each GPU: #SBATCH --ntasks-per-node={shown(on_node)}"
         more *= hosts.starter == "srun" and are_idle
-        log.info(f"no hosts given: using {hosts.source}, slots={sum(room.values())}{more}")
+        # Also with --quiet, no job starts on this machine alone without a word.
+        say = log.info if hosts.scheduler or options.dry_run else log.error
+        say(f"no hosts given: using {hosts.source}, slots={sum(room.values())}{more}")
     for host, slots in room.items():
         if 0 < slots < (npernode or 0):
             where = f"{host.name} ({hosts.where(host)})"
