@@ -37,7 +37,8 @@ class RunRecords:
 
     Attributes:
         first: the first step of this process.
-        scores: by step, the values of the metric by which the best checkpoint is kept.
+        scores: by metric and step, the values by which the best checkpoint is kept. An earlier start
+            of the run may have had another metric, which may become `best` again.
         has_recorded: the script calls `mpiddp.log_metrics` on this rank, whether it writes or not.
     """
 
@@ -45,7 +46,7 @@ class RunRecords:
         self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None
     ) -> None:
         self.dir, self._metric, self.config, self.first = run, metric, config or {}, 0
-        self.scores: dict[int, float] = {}
+        self.scores: dict[str, dict[int, float]] = {}
         self._is_writer = self.has_started = False
         self._is_warned = self.is_closed = self.has_recorded = False
 
@@ -57,7 +58,9 @@ class RunRecords:
             step + 1,
             self.dir.metrics,
         )
-        self.scores = {at: score for at, score in self.scores.items() if at <= step}
+        for by_step in self.scores.values():
+            for at in [at for at in by_step if at > step]:
+                del by_step[at]
         if not is_writer:
             return
         try:
@@ -66,8 +69,7 @@ class RunRecords:
                 record = _record_in(line)
                 if type(at := record.get("step", "")) in (int, float) and at <= step:
                     kept.append(line)
-                    if type(score := record.get(self._metric, "")) in (int, float):
-                        self.scores[int(at)] = score
+                    self._note_score(int(at), record)
             if kept != lines:
                 replace_file(path, b"".join(kept))
         except OSError as error:
@@ -79,13 +81,21 @@ class RunRecords:
             return
         plain = {name: _plain(name, number_of(value)) for name, value in values.items()}
         record = {"step": step, **plain}
-        if type(score := record.get(self._metric, "")) in (int, float):
-            self.scores[step] = score
+        self._note_score(step, record)
         try:
             _append(self.dir.metrics, record)
             self._is_warned = False
         except OSError as error:
             self._warn(error)
+
+    def add_scores(self, scores: Mapping[str, Mapping[int, float]]) -> None:
+        """Add scores that rank 0 or an earlier start of the run knows, by metric and step."""
+        for metric, by_step in scores.items():
+            self.scores.setdefault(metric, {}).update(by_step)
+
+    def _note_score(self, step: int, record: Mapping[str, Any]) -> None:
+        if type(score := record.get(self._metric, "")) in (int, float):
+            self.add_scores({self._metric: {step: score}})
 
     def add_event(self, **facts: Any) -> None:
         """Append a line to attempts.jsonl."""

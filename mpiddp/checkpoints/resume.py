@@ -93,7 +93,7 @@ def list_copies(run: Run) -> tuple[int, list[Copy]]:
             aside = gone - {copy.save_id for copy in here} - {""}
             step = int(read_file(run.dir.path, REWIND) or -1)
             pins = pinned_in(run.dir.path)
-            run.records.scores |= Wishes.parse(read_file(run.dir.path, WISHES), ()).scores
+            run.records.add_scores(Wishes.parse(read_file(run.dir.path, WISHES), ()).scores)
         if bucket := run.bucket:
             paths = [root / name for name in bucket.names() if bucket.is_whole(name)]
             here += [Copy(0, str(p), folders.step_of(p), in_bucket=True) for p in paths]

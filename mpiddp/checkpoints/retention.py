@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mpiddp.checkpoints import folders
 from mpiddp.checkpoints.folders import COMPLETE, PINS, WISHES, step_of, steps_among
@@ -22,14 +23,14 @@ class Wishes:
         keep: number of the newest verified checkpoints, and of checkpoints that are set aside.
         keep_every: steps: the first checkpoint at or after each multiple stays.
         best: a metric, and "min" or "max": the checkpoint whose step has its best value stays.
-        scores: by step, the values of this metric.
+        scores: by metric and step, the values of every metric that has been `best` in this run.
         pins: the steps of pinned checkpoints.
     """
 
     keep: int = 2
     keep_every: int | None = None
     best: Sequence[str] | None = None
-    scores: Mapping[int, float] = field(default_factory=dict)
+    scores: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     pins: Collection[int] = ()
 
     @classmethod
@@ -37,8 +38,11 @@ class Wishes:
         """Those of wishes.json; the defaults if it is missing, or if another program has written it."""
         try:
             table = json.loads(content)
-            scores = {int(step): float(score) for step, score in table.pop("scores").items()}
-            return cls(**table, scores=scores, pins=pins)
+            scores, best = table.pop("scores"), table["best"]
+            if not any(isinstance(by_step, dict) for by_step in scores.values()):
+                # Before scores had the name of their metric, they belonged to `best`.
+                scores = {best[0]: scores} if best else {}
+            return cls(**table, scores=numbers_of(scores), pins=pins)
         except (ValueError, TypeError, LookupError, AttributeError):
             return cls(pins=pins)
 
@@ -48,12 +52,13 @@ class Wishes:
         replace_file(run / WISHES, json.dumps(table).encode())
 
     def best_step(self, steps: Collection[int]) -> int | None:
-        """The one of these steps with the best score; None if none has a score."""
-        scored = [step for step in steps if step in self.scores]
-        if self.best is None or not scored:
+        """The one of these steps with the best score; None if none has a score of this metric."""
+        if self.best is None:
             return None
-        sign = 1 if self.best[1] == "min" else -1
-        return min(scored, key=lambda step: sign * self.scores[step])
+        metric, direction = self.best
+        scores, sign = self.scores.get(metric, {}), 1 if direction == "min" else -1
+        scored = [step for step in steps if step in scores]
+        return min(scored, key=lambda step: sign * scores[step], default=None)
 
     def spared(self, steps: Collection[int]) -> set[int]:
         """The steps that stay although newer ones are verified."""
@@ -63,6 +68,14 @@ class Wishes:
             first = {step // self.keep_every: step for step in sorted(steps, reverse=True)}
             spared |= {step for multiple, step in first.items() if multiple > 0}
         return spared
+
+
+def numbers_of(scores: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[int, float]]:
+    """Scores by metric and step as they were before JSON, whose keys are texts."""
+    return {
+        metric: {int(step): float(score) for step, score in by_step.items()}
+        for metric, by_step in scores.items()
+    }
 
 
 def pinned_in(run: Path) -> set[int]:

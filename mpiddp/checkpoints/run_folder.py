@@ -237,10 +237,13 @@ class Run:
     def is_writer(self) -> bool:
         return self.writer_of[self.rank] == self.rank
 
-    def scores(self) -> dict[int, float]:
-        """The scores of the checkpoints in the folder."""
+    def scores(self) -> dict[str, dict[int, float]]:
+        """The scores of the checkpoints in the folder, by metric and step."""
         steps = {*map(folders.step_of, folders.list_steps(self.dir.checkpoints)), *self.kept}
-        return {step: self.records.scores[step] for step in steps if step in self.records.scores}
+        return {
+            metric: {step: by_step[step] for step in steps if step in by_step}
+            for metric, by_step in [*self.records.scores.items()]  # the script may log meanwhile
+        }
 
     def wishes(self) -> Wishes:
         """Which checkpoints are kept, by the script, and by the pins of all hosts. Raises OSError."""

@@ -30,7 +30,7 @@ from mpiddp.checkpoints import agreement, folders
 from mpiddp.checkpoints.agreement import Union, is_of_each_rank
 from mpiddp.checkpoints.boxes import Copies, boxes_of
 from mpiddp.checkpoints.contents import rng_states
-from mpiddp.checkpoints.retention import pinned_in, prune
+from mpiddp.checkpoints.retention import numbers_of, pinned_in, prune
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.state import FlatState, is_sharded
@@ -85,7 +85,9 @@ class Word(NamedTuple):
     digest: str = ""  # a hash of its keys, types, shapes and numbers
     values: str = ""  # a hash of its tensors that others may have, if these are compared now
     unloaded: Mapping[str, Sequence[str]] = {}  # by entry, tensors that it has not resumed
-    scores: Mapping[Any, float] = {}  # of rank 0, because a script may log them there alone
+    scores: Mapping[
+        str, Mapping[Any, float]
+    ] = {}  # of rank 0, because a script may log them there alone
     pins: Sequence[int] = ()
     has_recorded: bool = False
 
@@ -133,7 +135,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> list[Wor
     if before and all(word.is_saved for word in words):
         run.step = before[0]
     agreement.require_every_tensor_loaded([word.unloaded for word in words])
-    run.records.scores |= {int(step): score for step, score in words[0].scores.items()}
+    run.records.add_scores(numbers_of(words[0].scores))
     run.pins |= {pin for word in words for pin in word.pins}
     recording = [rank for rank, word in enumerate(words) if word.has_recorded]
     if run.rank == 0 and run.num_saves == 1 and recording and not {*recording} & {*run.writers}:

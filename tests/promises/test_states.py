@@ -519,6 +519,39 @@ def test_the_score_of_a_step(tmp_path):
     assert steps_kept(folders[1]) == [2, 6]
 
 
+def test_another_metric(tmp_path, capsys):
+    """A change of `best`, and a change back, each count only the scores of their own metric, also those of
+    a run of an older version, whose wishes.json has no name beside its scores.
+    """
+    run = tmp_path / "run"
+
+    def train(metric: str, direction: Any, values: dict[int, float], **options: Any) -> None:
+        best = (metric, direction)
+        with mpiddp.Checkpoints(run, every=None, best=best, **options) as checkpoints:
+            checkpoints.resume()
+            for step, value in values.items():
+                checkpoints.save(step, {"step": step})
+                mpiddp.log_metrics(step, **{metric: value})
+
+    train("loss", "min", {1: 2.3, 2: 2.5}, keep=9)
+    wishes = json.loads((run / "wishes.json").read_text())
+    wishes["scores"] = {"1": 2.3, "2": 2.5}
+    (run / "wishes.json").write_text(json.dumps(wishes))
+    assert mpiddp.load(run, best=True).step == 1
+    train("accuracy", "max", {3: 0.7}, keep=9)
+    (run / "metrics.jsonl").write_text("")  # as on another host
+    train("accuracy", "max", {4: 0.9, 5: 0.8, 6: 0.6}, keep=3)
+    assert mpiddp.load(run, best=True).step == 4
+    assert main(["checkpoints", "list", str(run)]) == 0
+    assert "00004 " in next(line for line in capsys.readouterr().out.splitlines() if "best" in line)
+    train("loss", "min", {7: 2.4, 8: 2.6}, keep=9)
+    train("accuracy", "max", {9: 0.5}, keep=1)
+    assert steps_kept(run) == [4, 9]
+    train("loss", "max", {10: 2.0}, keep=9)
+    train("loss", "min", {11: 2.2, 12: 2.2}, keep=1)
+    assert steps_kept(run) == [10, 12]
+
+
 LOGS = """
 import mpiddp
 with mpiddp.process_group(backend="gloo") as world:
