@@ -506,6 +506,33 @@ def test_silent_rank_in_a_save(here):
     assert steps_kept(here.folder / "run") == [1, 3]
 
 
+KILLED_IN_A_SAVE = """
+import os, signal, sys, torch, mpiddp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from mpiddp.checkpoints.save import Save
+with mpiddp.process_group(backend="gloo") as world:
+    checkpoints = mpiddp.Checkpoints("run", every=None)
+    value = distribute_tensor(torch.zeros(8), init_device_mesh("cpu", (2,)), [Shard(0)])
+    checkpoints.save(1, {"value": value})
+    checkpoints._wait_for_own_save()
+    if world.rank == 1:
+        setattr(Save, sys.argv[1], lambda self: os.kill(os.getpid(), signal.SIGKILL))
+    checkpoints.save(2, {"value": value})
+"""
+
+
+@pytest.mark.parametrize(("part", "kept"), [("_write", [1]), ("_publish", [1, 2])])
+def test_a_rank_that_is_killed_in_a_save(here, part, kept):
+    """A rank that is killed while the others' save waits for it costs at most this save: the job ends at once."""
+    job = here.start("launch", *here.where(2), here.script(KILLED_IN_A_SAVE), part)
+    job.until("step 2 was not saved: another rank has failed")
+    done = job.wait().assert_code(1)
+    assert "rank 1 on" in done.said[-1], done.stderr
+    assert "was killed by SIGKILL" in done.said[-1], done.stderr
+    assert steps_kept(here.folder / "run") == kept
+
+
 # Damage
 
 

@@ -139,16 +139,24 @@ class Coordinator:
     ) -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
-        One that goes on beside others, in a thread, has a `key`, and the failure of any rank ends it. Raises
-        NoAnswer, which names the ranks that did not call within `timeout_s` of the first, and as `ask` does.
+        One that goes on beside others, in a thread, has a `key`, and no value is None. The failure or the
+        loss of any rank ends it. Raises NoAnswer, which names the ranks that did not call within `timeout_s`
+        of the first, and as `ask` does.
         """
         text = json.dumps(value)
         if self.exchange is not None or self.world.world_size == 1:
             texts = [text] if self.exchange is None else self.exchange(text)
             return [json.loads(text) for text in texts]
-        options = {"key": key or self.unique_prefix("exchange"), "timeout_s": timeout_s}
+        options = {
+            "key": key or self.unique_prefix("exchange"),
+            "timeout_s": timeout_s,
+            "or_lost": bool(key),
+        }
         answer = self.ask("gather", text.encode(), unless_failed=bool(key), **options)
-        return self._values(*answer, timeout_s)
+        values = self._values(*answer, timeout_s)
+        if key and None in values:  # a rank that was killed cannot claim that it has failed
+            raise AnotherFailed
+        return values
 
     def _values(
         self, facts: Mapping[str, Any], values: bytes, timeout_s: float | None
