@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import signal
 import sys
 import time
@@ -97,6 +98,11 @@ def _prune(options: argparse.Namespace) -> int:
     wishes = place.wishes()
     if options.keep is not None:
         wishes = replace(wishes, keep=options.keep)
+    if wishes.keep is None:
+        raise UserError(
+            f"{path} has no {folders.WISHES} of a run, which says how many checkpoints to keep.",
+            fix=f"mpiddp checkpoints prune {shlex.quote(path)} --keep N",
+        )
     root = place.checkpoints[0].parent
     for folder in prune(root, wishes, is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")

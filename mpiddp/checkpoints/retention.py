@@ -20,14 +20,15 @@ class Wishes:
     """Which checkpoints of a run are kept.
 
     Attributes:
-        keep: number of the newest verified checkpoints, and of checkpoints that are set aside.
+        keep: number of the newest verified checkpoints, and of checkpoints that are set aside; None
+            if nobody has said it, and then nothing is removed.
         keep_every: steps: the first checkpoint at or after each multiple stays.
         best: a metric, and "min" or "max": the checkpoint whose step has its best value stays.
         scores: by metric and step, the values of every metric that has been `best` in this run.
         pins: the steps of pinned checkpoints.
     """
 
-    keep: int = 2
+    keep: int | None = None
     keep_every: int | None = None
     best: Sequence[str] | None = None
     scores: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -35,7 +36,7 @@ class Wishes:
 
     @classmethod
     def parse(cls, content: bytes, pins: Collection[int]) -> Wishes:
-        """Those of wishes.json; the defaults if it is missing, or if another program has written it."""
+        """Read the wishes in wishes.json. If the file is missing or foreign, nobody has said `keep`."""
         try:
             table = json.loads(content)
             scores, best = table.pop("scores"), table["best"]
@@ -99,6 +100,8 @@ def surplus(
 
     A checkpoint counts for `keep` if it `is_good`, which is asked only until enough of them are good.
     """
+    if wishes.keep is None:
+        return []
     spared = wishes.spared([step_of(folder) for folder in checkpoints])
     num_kept, rest = 0, []
     for folder in reversed(checkpoints):

@@ -470,6 +470,25 @@ def test_retention(tmp_path, capsys):
         assert capsys.readouterr().out.split()[-1] == "broken"
 
 
+def test_prune_asks_what_to_keep(tmp_path, capsys):
+    """`mpiddp checkpoints prune` removes nothing from a folder whose run does not say what to keep, as in a
+    copy of its checkpoints, until it gets `--keep`.
+    """
+    run = saved_run(tmp_path / "run", *({"step": step} for step in range(1, 5)))
+    copy = shutil.copytree(run / "checkpoints", tmp_path / "copy")
+    (run / "wishes.json").write_text('{"keep": 1, "by": "another program"}')
+    capsys.readouterr()
+    for path in (run, copy):
+        assert main(["checkpoints", "prune", str(path)]) == 2
+        fix = f"  fix: mpiddp checkpoints prune {path} --keep N\n"
+        assert capsys.readouterr().err.endswith(f"which says how many checkpoints to keep.\n{fix}")
+    assert steps_kept(run) == [1, 2, 3, 4]
+    for path in (run, copy):
+        assert main(["checkpoints", "prune", str(path), "--keep", "3"]) == 0
+    assert steps_kept(run) == [2, 3, 4]
+    assert len(list(copy.iterdir())) == 3
+
+
 def test_going_back_as_often_as_asked(tmp_path, capsys):
     """`mpiddp checkpoints rewind` takes the next resume to a step, each time that a person asks. What comes
     later is set aside and listed, and removed once enough newer ones are set aside.
