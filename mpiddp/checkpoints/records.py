@@ -20,7 +20,7 @@ from typing import Any
 from mpiddp.checkpoints.folders import RunDir
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
-from mpiddp.protocol.sinks import Sink, SinkRun, number_of, open_sinks
+from mpiddp.protocol.sinks import Sink, SinkRun, open_sinks
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.session import script_session
 from mpiddp.runtime.rank_log import log, log_to_console
@@ -39,6 +39,7 @@ class RunRecords:
         first: the first step of this process.
         scores: by metric and step, the values by which the best checkpoint is kept. An earlier start
             of the run may have had another metric, which may become `best` again.
+        is_writer: this rank writes them.
         has_recorded: the script calls `mpiddp.log_metrics` on this rank, whether it writes or not.
     """
 
@@ -47,12 +48,12 @@ class RunRecords:
     ) -> None:
         self.dir, self._metric, self.config, self.first = run, metric, config or {}, 0
         self.scores: dict[str, dict[int, float]] = {}
-        self._is_writer = self.has_started = False
+        self.is_writer = self.has_started = False
         self._is_warned = self.is_closed = self.has_recorded = False
 
     def start(self, step: int, *, is_writer: bool) -> None:
         """Take records from now on, and drop those after `step`, -1 for none, which the run repeats."""
-        self._is_writer, self.has_started, self.first, path = (
+        self.is_writer, self.has_started, self.first, path = (
             is_writer,
             True,
             step + 1,
@@ -77,10 +78,9 @@ class RunRecords:
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         self.has_recorded = True
-        if not self._is_writer:
+        if not self.is_writer:
             return
-        plain = {name: _plain(name, number_of(value)) for name, value in values.items()}
-        record = {"step": step, **plain}
+        record = {"step": step, **{name: _plain(name, value) for name, value in values.items()}}
         self._note_score(step, record)
         try:
             _append(self.dir.metrics, record)
@@ -118,7 +118,7 @@ class RunRecords:
 
 # By process: a forked child has none, and writes nothing.
 _runs: dict[int, list[RunRecords]] = {}
-_sinks: dict[int, Sequence[Sink]] = {}  # once a process has logged
+_sinks: dict[int, Sequence[Sink] | None] = {}  # once a process has logged; None but on rank 0
 
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
@@ -159,7 +159,8 @@ def log_metrics(step: int, **values: Any) -> None:
 
     With `mpiddp.Checkpoints`, this appends a line to metrics.jsonl in its folder: `{"step": 7, "loss": 0.5}`.
     With `mpiddp launch --log-to tensorboard` or MPIDDP_LOG_TO=tensorboard in the environment, rank 0 writes
-    the numbers to TensorBoard too; `mpiddp launch --help-all` names the other libraries.
+    the numbers to TensorBoard too; `mpiddp launch --help-all` names the other libraries. The launcher's
+    status shows the values of rank 0, and `mpiddp top` its `loss` or `train_loss`.
 
     Call it on all ranks, or on rank 0: one rank of each file system writes, and warns if it cannot.
 
@@ -181,15 +182,19 @@ def log_metrics(step: int, **values: Any) -> None:
     if runs and not runs[0].has_started:
         sentence = "mpiddp.log_metrics comes before Checkpoints.resume(), which decides which records are kept."
         raise UserError(sentence, fix="call resume() first")
-    for records in runs:
-        records.record(step, values)
-    session.progress.show(values)
     if (process := os.getpid()) not in _sinks:
         rank = World.from_env().rank
         log_to_console(rank)  # a script that has not joined may have no other handler
-        _sinks[process] = () if rank else open_sinks(_run_of_sinks(runs, step))
-    for sink in _sinks[process]:
-        sink.write(step, values)
+        _sinks[process] = None if rank else open_sinks(_run_of_sinks(runs, step))
+    sinks = _sinks[process]
+    is_used = sinks is not None or any(records.is_writer for records in runs)
+    # The other ranks do not wait for a GPU that computes a tensor.
+    plain = {name: _element(value) for name, value in values.items()} if is_used else {}
+    for records in runs:
+        records.record(step, plain)
+    session.progress.show(plain)
+    for sink in sinks or ():
+        sink.write(step, plain)
 
 
 def open_runs() -> list[RunRecords]:
@@ -218,6 +223,14 @@ def _run_of_sinks(runs: Sequence[RunRecords], step: int) -> SinkRun:
 def _when(seconds: float) -> str:
     """The time as a text that does not depend on the time zone of a host."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
+
+
+def _element(value: Any) -> Any:
+    """The element of a tensor or an array of one; any other value as it is."""
+    if hasattr(value, "item") and getattr(value, "size", None) != 0:
+        with contextlib.suppress(RuntimeError, ValueError):  # it has several elements
+            return value.item()
+    return value
 
 
 def _plain(name: str, value: Any) -> Any:

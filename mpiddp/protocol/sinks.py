@@ -10,7 +10,6 @@ WANDB_MODE or MLFLOW_EXPERIMENT_NAME. The launcher passes the option in MPIDDP_L
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -161,10 +160,9 @@ class Sink:
         atexit.register(self._close)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the numbers among the values. Tensors of one element are numbers."""
+        """Write the numbers among the values."""
         if self._write is not None:
-            plain = {name: number_of(value) for name, value in values.items()}
-            numbers = {name: n for name, n in plain.items() if isinstance(n, int | float)}
+            numbers = {name: n for name, n in values.items() if isinstance(n, int | float)}
             with self._warning():
                 self._write(step, numbers)
 
@@ -185,11 +183,3 @@ class Sink:
             )
             self._write = None
             self._open.pop_all()  # nothing of it is called again
-
-
-def number_of(value: Any) -> Any:
-    """The element of a tensor or an array of one; any other value as it is."""
-    if hasattr(value, "item") and getattr(value, "size", None) != 0:
-        with contextlib.suppress(RuntimeError, ValueError):  # it has several elements
-            return value.item()
-    return value

@@ -142,11 +142,14 @@ def _draw(facts: Facts) -> None:
 
 
 def head_lines(facts: Facts) -> list[str]:
+    loss = facts.get("loss")  # a launcher of an older version has none
+    loss_text = f"{loss:.4g}" if isinstance(loss, float) else escaped(str(loss))
     parts = [
         f"{escaped(facts['name'])} (pid {facts['pid']})",
         escaped(facts["phase"]),
         f"{counted(len(facts['ranks']), 'rank')} on {counted(len(hosts_of(facts)), 'host')}",
         *([] if facts["step"] is None else [f"step {facts['step']}, {_rate(facts['rate'])}"]),
+        *([] if loss is None else [f"loss {loss_text}"]),
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]

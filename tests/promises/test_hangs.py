@@ -383,6 +383,33 @@ def test_a_job_is_watched_and_stopped(here):
     assert not [*here.folder.glob("mpiddp/*/*")]
 
 
+LOGS_ITS_LOSS = """
+import os, time, torch, mpiddp
+class OfAnotherRank(torch.Tensor):
+    def item(self):
+        raise AssertionError("a rank that uses no value waits for its GPU")
+with mpiddp.process_group():
+    step, loss = 0, torch.tensor(0.25)
+    loss = loss if os.environ["RANK"] == "0" else loss.as_subclass(OfAnotherRank)
+    while not mpiddp.should_stop():
+        step += 1
+        mpiddp.log_metrics(step, loss=loss)
+        time.sleep(0.02)
+"""
+
+
+def test_top_shows_the_loss(here):
+    """`mpiddp top` shows the loss that a script logs, also if it is a tensor."""
+    job = here.start("launch", *here.where(2), here.script(LOGS_ITS_LOSS))
+
+    def head() -> str:
+        assert job.process.poll() is None, job.stderr
+        return here.run("top", str(job.pid), "--once").stdout
+
+    eventually(lambda: ", loss 0.25, " in head(), poll_s=0.5)
+    job.signal(signal.SIGTERM).wait().assert_code(75)
+
+
 def test_top_goes_on_across_a_restart(here):
     """`mpiddp top` at a terminal shows the next attempt of a job that restarts, until the job ends."""
     script = program("alone.py")

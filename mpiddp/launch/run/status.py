@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from mpiddp.text import counted, duration, escaped, size_text
 
 # A narrow terminal cuts the other names.
 _FIRST = ("epoch", "train_loss", "loss", "test_accuracy", "accuracy", "lr")
+_LOSSES = ("loss", "train_loss")  # the names by which `mpiddp top` finds the loss
 _QUIET_STEPS, _QUIET_S = 10, 3.0  # a rank without a step is quiet after the longer of these times
 _LONGEST_LINE = 200  # characters of a rank's last line
 
@@ -65,7 +67,14 @@ def job_facts(
         "ranks": table,
         "step": record.newest_step if record.made_steps else None,
         "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
+        "loss": _loss_in(record.shown),
     }
+
+
+def _loss_in(shown: Mapping[str, Any]) -> float | str | None:
+    """The latest loss of rank 0. NaN and infinities are texts, because JSON has none."""
+    loss = next((shown[name] for name in _LOSSES if name in shown), None)
+    return str(loss) if isinstance(loss, float) and not math.isfinite(loss) else loss
 
 
 def _rank_facts(record: Record, rank: int, latest: bytes, now: float) -> dict[str, Any]:

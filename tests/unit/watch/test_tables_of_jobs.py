@@ -154,6 +154,26 @@ def test_the_rate_of_a_resume_counts_no_step_of_the_run_before():
     assert facts["step"] == 304
 
 
+@pytest.mark.parametrize(
+    ("values", "fact", "text"),
+    [
+        ({"loss": 0.123456}, 0.123456, ", loss 0.1235, "),
+        ({"train_loss": 2}, 2, ", loss 2, "),
+        ({"loss": float("nan")}, "nan", ", loss nan, "),
+        ({"loss": "\x1b[2J"}, "\x1b[2J", ", loss \\x1b[2J, "),
+        ({"accuracy": 0.5}, None, "-, attempt 1, "),
+    ],
+)
+def test_the_loss_of_a_job(values, fact, text):
+    """It is that of rank 0. Its JSON has no NaN, and a terminal gets no escape of a script."""
+    record = Record(["a", "b"])
+    report(record, 0, 10, 0.0, **values)
+    report(record, 1, 10, 0.0, loss=9.0)
+    facts = job_facts(record, {}, 1.0) | {"pid": 7, "name": "train.py", "age_s": 1.0}
+    assert facts["loss"] == fact
+    assert text in head_lines(facts)[0]
+
+
 def report(record: Record, rank: int, step: int, at: float, **shown: Any) -> None:
     facts = {**progress(step), **({"shown": shown} if shown else {})}
     assert is_valid("progress", facts)
