@@ -75,7 +75,8 @@ class Checkpoints:
         Args:
             folder: path of the run, or an address of object storage, such as "s3://bucket/runs/a".
             keep: number of verified checkpoints to keep, besides those that are pinned, or mapped by a reader.
-            every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: only at a stop.
+            every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: only at a
+                stop. With a time, it is also true after 1/8, 1/4 and 1/2 of it, and after a new run's first step.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a silent rank, in a save or a resume; no limit with object storage.

@@ -6,7 +6,8 @@ import time
 
 from mpiddp.runtime.job.coordinator import Coordinator
 
-_CLOCK_CHECKS_PER_INTERVAL = 4
+_CLOCK_CHECKS_PER_PAUSE = 4
+_FIRST_PAUSE = 1 / 8  # of the interval
 
 
 class SaveSchedule:
@@ -15,6 +16,9 @@ class SaveSchedule:
     An int counts steps. For a float, which is seconds, rank 0 reads its clock at a few steps that all ranks
     know, and tells them whether a save is due, and at which step it reads the clock next. It also saves after
     the first step of a new run, so that a state that cannot be saved is refused at once.
+
+    Each start also saves after 1/8, 1/4 and 1/2 of the interval, because a failure in the first interval
+    would lose everything since the start.
     """
 
     def __init__(
@@ -29,7 +33,8 @@ class SaveSchedule:
         self._interval, self._coordinator, self._timeout_s = interval, coordinator, timeout_s
         self._start = self._previous = step
         self._next_check = step + 1
-        self._saved_at = time.monotonic()
+        self._started_at = self._saved_at = time.monotonic()
+        self._pause_s = _FIRST_PAUSE * (interval or 0)  # from the last save to the next one
         self._checked = (step, self._saved_at)
         self._is_new = is_new
 
@@ -45,12 +50,14 @@ class SaveSchedule:
         checked_step, checked_at = self._checked
         step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)
         self._checked = (step, now)
-        left_s = interval - (now - self._saved_at)
+        left_s = self._pause_s - (now - self._saved_at)
         is_due = self._is_new or left_s < step_s / 2
         self._is_new = False
         if is_due:
-            self._saved_at, left_s = now, interval
-        pause = int(min(left_s, interval / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
+            # It doubles, so that the saves are as far apart as the start is ago.
+            self._pause_s = max(_FIRST_PAUSE * interval, min(now - self._started_at, interval))
+            self._saved_at, left_s = now, self._pause_s
+        pause = int(min(left_s, self._pause_s / _CLOCK_CHECKS_PER_PAUSE) / step_s)
         # The times of the first steps are too short: the GPU has only queued them.
         pause = max(1, min(pause, 2 * (step - self._start)))
         by_rank = self._coordinator.all_gather_json((is_due, pause), timeout_s=self._timeout_s)

@@ -129,6 +129,21 @@ def test_a_schedule_by_steps(first):
     assert [step for step in range(4, 41, 4) if due.is_due(step)] == [12, 20, 32, 40]
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("step_s", [1.0, 0.01])
+def test_a_schedule_by_the_clock_saves_early(monkeypatch, is_new, step_s):
+    """A start saves after an eighth, a quarter and half of the interval, and then once in each interval."""
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("mpiddp.checkpoints.schedule.time", clock)
+    due, saved_at = schedule("80s", is_new=is_new), list[float]()
+    for step in range(1, round(330 / step_s)):
+        if due.is_due(step):
+            saved_at.append(round(now))
+        now += step_s
+    assert saved_at == [*([0] if is_new else []), 10, 20, 40, 80, 160, 240, 320]
+
+
 def test_a_schedule_by_the_clock_begins_with_a_new_run():
     assert [schedule("1h", is_new=is_new).is_due(1) for is_new in (True, False)] == [True, False]
 
