@@ -74,6 +74,7 @@ _PROMISES = [
     ("states", "test_foreign_files_run_no_code"),
     ("checkpoints", "test_lost_host_of_rank_0"),
     ("checkpoints", "test_full_disk"),
+    ("checkpoints", "test_failed_saves_are_counted"),
     ("checkpoints", "test_run_in_use_is_refused"),
     ("images", "test_a_folder_that_is_lost_with_its_container"),
     ("checkpoints", "test_killed_script_restarts"),

@@ -64,6 +64,8 @@ A document is, for example:
 {launch}
 
 `cause` is `running`, `waiting` (for what `error` says, see `--wait-for-hosts`), {causes}. `checkpoint` is the newest complete one.
+`failed_saves` counts the saves that have failed, in the job and in each attempt. A job whose last save has
+failed has exit code 1.
 
 Every JSON document of mpiddp begins with `kind` and `version`, which grows when a key changes its meaning.
 A value that is not known is null or left out. Times are seconds since 1970, and memory is in bytes. The use

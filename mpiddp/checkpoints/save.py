@@ -228,6 +228,9 @@ class Save:
             except Exception as error:
                 problem = self._sentence(error, is_saved=is_saved)
             finally:
+                if not is_saved:
+                    name = f"{run.prefix}/{self.number}"
+                    run.coordinator.tell_launcher("not_saved", save=name)
                 if run.is_writer:
                     self.new.discard()  # unless it is published, and has another name now
                 self.copies, self.ranks = Copies(), []  # as large as the state

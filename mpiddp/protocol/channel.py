@@ -105,6 +105,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "progress": {"step": int, "counter": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
     "saving": {"active": bool},  # whether a save begins, or has ended
     "saved": {"path": str},  # of a complete checkpoint
+    "not_saved": {"save": str},  # a save has failed on this rank. All ranks call it by one name
     "stacks": {"text": str},
     # Calls of torch's collectives, by the rank's own clock: see `mpiddp.runtime.collectives`.
     "calls": {"now_us": int, "groups": list},

@@ -339,6 +339,32 @@ def test_lost_last_save_is_a_failure(here, launcher, how):
     assert steps_kept(here.folder / "run") == [1]
 
 
+FULL_FOR_A_WHILE = """
+import resource, sys, torch, mpiddp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+with mpiddp.process_group(backend="gloo"):
+    checkpoints = mpiddp.Checkpoints("run", every=None)
+    value = distribute_tensor(torch.zeros(100_000), init_device_mesh("cpu", (2,)), [Shard(0)])
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(1, int(sys.argv[1]) + 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if step % 2 else 100_000, hard))
+        checkpoints.save(step, {"value": value})
+        checkpoints._wait_for_own_save()
+"""
+
+
+@pytest.mark.parametrize(("steps", "failed", "code"), [(3, 1, 0), (4, 2, 1)])
+def test_failed_saves_are_counted(here, steps, failed, code):
+    """The report of a job counts the saves that have failed. If one before the last failed, the exit code is 0."""
+    job = (here.script(FULL_FOR_A_WHILE), steps)
+    done = here.run("launch", *here.where(2), "--report=report.json", *map(str, job))
+    done.assert_code(code)
+    report = json.loads((here.folder / "report.json").read_text())
+    assert report["failed_saves"] == report["attempts"][0]["failed_saves"] == failed, done.stderr
+    assert steps_kept(here.folder / "run") == [1, 3]
+
+
 def test_records_of_a_script(tmp_path):
     """mpiddp.log_metrics keeps one record for each step, even after a resume, and writes NaN as null."""
     for start, steps in enumerate((range(1, 5), range(3, 7))):
@@ -967,7 +993,7 @@ def disk(hosts: Hosts, folder: Path, megabytes: float) -> Iterator[Path]:
 
 
 def test_full_disk(apart):
-    """A full disk damages no checkpoint. The training goes on, and its exit code is not 0."""
+    """A full disk damages no checkpoint. The training goes on. If its last save fails, the exit code is 1."""
     train = ("train", *OPTIONS, "--amp=off", "--batch-size=4")
     train += ("--steps-per-epoch=5", "--save-every=1", f"--out={PRIVATE}")
     with disk(apart, PRIVATE / "checkpoints", 5.75) as saves:  # a checkpoint has 2.3 MB

@@ -30,7 +30,7 @@ ENDS = frozenset(["done", "exited", "failed", "lost"])
 # The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and the ends of their connections. "started" is the
 # agent, and "joining" the Python of its script; `Record.runs` says that all are.
 OF_RANKS = ENDS | {
-    *("started", "joining", "log", "announce", "run_dir", "saved", "supports_stop"),
+    *("started", "joining", "log", "announce", "run_dir", "saved", "not_saved", "supports_stop"),
     *("progress", "saving", "stopped", "stacks", "calls", "gpus", "forming", "claim", "held"),
 }
 # The acts of the launcher, and the facts of each.
@@ -105,6 +105,7 @@ class Record:
         self.failures: dict[int, Event] = {}  # the first event of each failure, by rank
         self.saving: dict[int, float] = {}  # the ranks that save, and since when
         self.last_saved_at = 0.0  # when a rank last ended a save
+        self.failed_saves = set[str]()  # each once, though it may fail on several ranks
         self.paces: dict[int, Pace] = {}  # by rank
         self.gpus: dict[int, GpuUse] = {}  # by rank
         self.shown: dict[str, Any] = {}  # numbers of the training, from rank 0
@@ -165,6 +166,8 @@ class Record:
                 self.announcement = self.announcement._replace(run_dir=facts["path"])
             case "saved":
                 self.announcement = self.announcement._replace(checkpoint=facts["path"])
+            case "not_saved":
+                self.failed_saves.add(facts["save"])
             case "failed" if facts["code"] == STOPPED and rank in self.latest["stopped"]:
                 self.done[rank] = event
             case "failed" | "lost" if rank not in self.done:
@@ -302,3 +305,4 @@ class Outcome(NamedTuple):
     announcement: Announcement = Announcement()
     made_steps: bool = False
     gpus: Sequence[Mapping[str, Any]] = ()  # the use of each rank's GPU, where it is known
+    num_failed_saves: int = 0

@@ -58,6 +58,7 @@ def verdict(record: Record) -> Outcome:
         announcement=record.announcement,
         made_steps=record.made_steps,
         gpus=[{"rank": rank, **gpu.summary} for rank, gpu in sorted(record.gpus.items())],
+        num_failed_saves=len(record.failed_saves),
     )
     return _with_cause(record, outcome, first) if outcome.code == FAILED else outcome
 

@@ -93,6 +93,7 @@ class Report:
             "cause": "running",
             **dict.fromkeys(_UNKNOWN.split()),
             "hosts": [],
+            "failed_saves": 0,
             "attempts": [],
         }
         if on_end and not shutil.which(on_end[0]):
@@ -118,8 +119,9 @@ class Report:
         span = {"began_at": began_at, "ended_at": time.time()}
         self._facts["hosts"] = list(dict.fromkeys(hosts))
         ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
-        attempt = span | ranks | {"gpus": outcome.gpus} | _ending(outcome)
-        self._facts["attempts"].append(attempt)
+        measured = {"gpus": outcome.gpus, "failed_saves": outcome.num_failed_saves}
+        self._facts["attempts"].append(span | ranks | measured | _ending(outcome))
+        self._facts["failed_saves"] += outcome.num_failed_saves
         # A disk may hang, but a restart does not wait for it. This user may get no more threads.
         aid("report of the attempt")(threading.Thread(target=self._write, daemon=True).start)()
 
