@@ -12,6 +12,8 @@ Set everything up once (in .venv, without root), then train over a hostfile or r
   ./run.sh test [pytest options]        run the quick tests: no root, no cluster, about 2 minutes;
                                         the first time, also install pytest and what else they need
   ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
+  ./run.sh test peers                   run torch's own tests under mpiddp and under torchrun,
+                                        and print those that differ: about 2 minutes
   ./run.sh check                        run every check but the tests: format, lint, types, imports, pages
   ./run.sh write                        write what programs write: formatted code, pages, charts, records of tests
   ./run.sh setup                        only set up (for the other hosts of a cluster)
@@ -287,6 +289,10 @@ case ${1:-} in
     unset PYTHONDONTWRITEBYTECODE # else each process of a test compiles the package anew
     # Several files at once, each in one process: its tests share a cluster. `-n 0` for one after another.
     pytest=("$venv/bin/python" -m pytest --dist loadfile --no-loadscope-reorder)
+    if [[ ${1:-} == peers ]]; then
+      install --quiet --group peers
+      exec "$venv/bin/python" -m tests.support.peers
+    fi
     if [[ ${1:-} == all ]]; then
       shift
       exec "${pytest[@]}" -n 5 "$@" # they often wait, on ssh and for faults to be noticed
