@@ -113,6 +113,9 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "gpus": {"ranks": list},
     "stopped": {},
     "forming": {"active": bool},  # whether the script waits in torch's init_process_group
+    "shadows": {
+        "active": bool
+    },  # whether the script repeats the collectives of others in torch's `join()`
     "terminal": {"echo": bool, "lines": bool},  # as rank 0's script has set its terminal
     # With `is_verdict`, `error` names the culprit, which may be another rank. With `follows`, it may follow
     # from the end of another rank. If a signal killed the rank,

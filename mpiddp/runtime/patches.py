@@ -257,6 +257,27 @@ def forming(session: Session) -> None:
     dist.init_process_group = dist.distributed_c10d.init_process_group = tell_and_init
 
 
+def uneven_inputs(session: Session) -> None:
+    """The launcher learns which ranks have left the loop of torch's `join()`, and names no stragglers meanwhile.
+
+    Such a rank repeats the collectives of the others, so it waits for each of them.
+    """
+    from torch.distributed.algorithms.join import Join
+
+    leave = Join.__exit__
+
+    @wraps(leave)
+    def tell_and_leave(context: Any, *error: Any) -> None:
+        tell = script_session().coordinator.tell_launcher
+        tell("shadows", active=True)
+        try:
+            leave(context, *error)
+        finally:
+            tell("shadows", active=False)
+
+    Join.__exit__ = tell_and_leave
+
+
 def optimizer_steps(session: Session) -> None:
     """A hook of torch counts the steps of optimizers, for `mpiddp top`.
 
@@ -319,5 +340,5 @@ def no_dns(session: Session) -> None:
 
 BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder)
 ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal)
-ONCE_TORCH_IS_THERE = (gloo_end, no_dns, store_of_job, forming, optimizer_steps)
+ONCE_TORCH_IS_THERE = (gloo_end, no_dns, store_of_job, forming, uneven_inputs, optimizer_steps)
 IN_A_CALL = (frozen_torch,)

@@ -18,7 +18,7 @@ from typing import Any
 
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.hangs import find_hang, missing_sentence
-from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
+from mpiddp.launch.judge.stragglers import straggler_sentence, window
 from mpiddp.launch.judge.verdict import verdict
 from mpiddp.protocol.server import Event
 from tests.support.patience import PATIENCE_S
@@ -49,7 +49,7 @@ def replay(path: Path) -> str:
         match event.kind, facts.pop("by", ""):
             case "noticed", "Stragglers":
                 began_at = since or record.began_at
-                assert facts == find_stragglers(record.calls, record.world_size, began_at, event.at)
+                assert facts == window(record, began_at, event.at)
                 since = event.at
                 windows.append(facts)
                 ranks, sentence = straggler_sentence(record, windows)
@@ -166,6 +166,13 @@ JOBS: dict[str, tuple[str, str]] = {  # by name: options, and what each rank run
         "time.sleep(1)\nrank and os.kill(parent(agent), 9)\ntime.sleep(30)",
     ),
     "straggler": ("", COLLECTIVES + "all_reduces(400, (0.02, 0.1)[rank])"),
+    "left_the_loop": (
+        "",
+        COLLECTIVES + "from torch.nn.parallel import DistributedDataParallel\n"
+        "model = DistributedDataParallel(torch.nn.Linear(9, 1))\nwith model.join():\n"
+        "    for _ in range(10 + 400 * rank):\n"
+        "        model(torch.ones(1, 9)).sum().backward()\n        time.sleep(0.1)",
+    ),
     "not_in_a_collective": (
         "--hang-timeout 5",
         COLLECTIVES

@@ -31,7 +31,8 @@ ENDS = frozenset(["done", "exited", "failed", "lost"])
 # agent, and "joining" the Python of its script; `Record.runs` says that all are.
 OF_RANKS = ENDS | {
     *("started", "joining", "log", "announce", "run_dir", "saved", "not_saved", "supports_stop"),
-    *("progress", "saving", "stopped", "stacks", "calls", "gpus", "forming", "claim", "held"),
+    *("progress", "saving", "stopped", "stacks", "calls", "gpus", "claim", "held"),
+    *("forming", "shadows"),
 }
 # The acts of the launcher, and the facts of each.
 OF_LAUNCHER: dict[str, tuple[str, ...]] = {
@@ -119,6 +120,8 @@ class Record:
         self.forming: dict[
             int, float
         ] = {}  # the ranks that wait in init_process_group, and since when
+        self.shadows: set[int] = set()  # the ranks that have left the loop of torch's join()
+        self.last_shadowed_at = 0.0  # when a rank last began or ended this
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
         self.add(Event("began", facts=facts, at=self.began_at))
@@ -134,6 +137,9 @@ class Record:
             self.forming[rank] = event.at
         elif kind in ENDS | {"forming"}:
             self.forming.pop(rank, None)
+        if kind == "shadows" or (kind in ENDS and rank in self.shadows):
+            (self.shadows.add if facts.get("active") else self.shadows.discard)(rank)
+            self.last_shadowed_at = event.at
         # A command may start its script again, so only the agent's message ends the rank.
         if event.from_script and kind in ENDS:
             return

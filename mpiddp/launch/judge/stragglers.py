@@ -31,6 +31,17 @@ def straggler_sentence(
     return ranks, f"{record.names(ranks)} {are}: {wait}" if ranks else ""
 
 
+def window(record: Record, since: float, now: float) -> dict[str, Any] | None:
+    """A window of the record, see `find_stragglers`.
+
+    In torch's `join()`, a rank without inputs repeats the collectives of the others and computes nothing, so it
+    waits for each of them. No rank is slow in a window that has such a time.
+    """
+    if record.shadows or record.last_shadowed_at > since:
+        return {"ranks": [], "share": 0.0}
+    return find_stragglers(record.calls, record.world_size, since, now)
+
+
 def find_stragglers(
     calls: Calls, world_size: int, since: float, now: float
 ) -> dict[str, Any] | None:

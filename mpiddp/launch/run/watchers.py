@@ -25,7 +25,7 @@ from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
 from mpiddp.launch.judge.hangs import find_hang, missing_sentence, next_look_at, places_sentence
 from mpiddp.launch.judge.pace import WINDOW_S
 from mpiddp.launch.judge.stacks import shown_stack
-from mpiddp.launch.judge.stragglers import CHRONIC, find_stragglers, straggler_sentence
+from mpiddp.launch.judge.stragglers import CHRONIC, straggler_sentence, window
 from mpiddp.launch.plan.job_plan import search_once
 from mpiddp.launch.run.attempt import LOOK_S, Attempt, Watcher
 from mpiddp.launch.run.output import OUTPUT_S
@@ -276,8 +276,7 @@ class Stragglers(Watcher):
             self._asks_at = now + WINDOW_S
             self.server.ask(self.server.scripts, "calls")
         is_over = now >= self._since + WINDOW_S
-        ranks = record.world_size
-        slow = find_stragglers(record.calls, ranks, self._since, now) if is_over else None
+        slow = window(record, self._since, now) if is_over else None
         if slow is not None:
             self.notice(**slow)
             self._since = now
