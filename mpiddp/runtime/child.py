@@ -293,6 +293,11 @@ class Child:
     def saves(self) -> bool:
         return bool(self.messages.get("saving", {}).get("active"))
 
+    def close_idle_outputs(self) -> None:
+        """Wait no longer for the end of a stream that a process outside of the program holds."""
+        for stream in self.outputs:
+            stream.close_if_idle()
+
     def discard(self) -> None:
         self.pass_on(signal.SIGKILL)
         self.close()

@@ -294,6 +294,7 @@ class RankAttempt:
         self._readings.close()
         while child.pid and not all(stream.is_done for stream in child.streams):
             self._wait()
+            child.close_idle_outputs()
 
     def _wait(self) -> None:
         """Act on what happens next. Raises EndedFromOutside."""

@@ -56,6 +56,11 @@ class Stream:
         """Whether it is at its end, and all has been sent."""
         return self.source.closed and not self._unsent
 
+    def close_if_idle(self) -> None:
+        """Read no more if all has been read: the program has ended, and a stranger keeps its stream open."""
+        if not (self.source.closed or self._unsent or select.select([self.source], [], [], 0)[0]):
+            self.source.close()
+
     def resize(self, terminal: Terminal) -> None:
         if not self.source.closed:
             terminal.resize(self.source.fileno())

@@ -263,6 +263,31 @@ def test_a_process_that_a_rank_leaves(place):
     eventually(lambda: not place.processes())
 
 
+LENDS = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as holder:
+    holder.connect(sys.argv[1])
+    socket.send_fds(holder, [b"mine"], [1, 2])
+    holder.recv(1)
+print("lent", flush=True)
+"""
+
+
+def test_a_process_outside_of_the_job_that_holds_its_streams(here):
+    """A process of another job that holds a rank's stdout does not keep the job from ending."""
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(here.folder / "daemon"))
+        daemon.listen()
+        job = here.start("launch", "-H", "localhost:1", here.script(LENDS), here.folder / "daemon")
+        holder, _ = daemon.accept()
+        _, files, _, _ = socket.recv_fds(holder, 4, 2)
+        holder.sendall(b"x")
+        assert job.wait().assert_ok().lines == ["lent"]
+        for file in files:
+            os.close(file)
+        holder.close()
+
+
 FORGES = """
 print("\\x1b[1mbold\\u202e", flush=True)
 raise ValueError("\\x1b[2J\\r\\u202emischief")
