@@ -70,10 +70,13 @@ def judge_undisturbed(undisturbed: Rehearsal) -> Result:
 def _cause(fault: Fault, disturbed: Rehearsal, difference: str) -> str:
     """The first fault of the resumed run, in a sentence; "" if it has none."""
     last, saved = disturbed.ended[-1], disturbed.saved_steps(slice(1))
+    run = "the resumed run" if fault.ends else "the run"
     if last.code is None:
-        return "the resumed run did not end in time"
+        return f"{run} did not end in time"
     if last.code != DONE:
-        return f"the resumed run ended with code {last.code}: {last.error}"
+        return f"{run} ended with code {last.code}: {last.error}"
+    if not fault.ends and len(disturbed.ranks[0].attempts) > 1:
+        return "the job has restarted, and had to go on"
     if fault.flips and difference:
         return f"the damaged checkpoint was taken: {difference}"
     if disturbed.ranks[0].last_resume == 0:

@@ -61,7 +61,7 @@ class _Observer:
     def __init__(self, folder: Path, rank: int, plan: FaultPlan) -> None:
         self._folder, self._rank, self._plan = folder, rank, plan
         # The fault hits once in all attempts.
-        self._is_over = not plan.number or (folder / FIRED).exists()
+        self._is_over = not plan.hits or (folder / FIRED).exists()
         self._step = 0  # the latest step of the run; at first the step of the resume
         self._optimizer: Optimizer | None = None  # the first optimizer that makes a step
         self._model: nn.Module | None = None  # the first module that is called
@@ -103,7 +103,7 @@ class _Observer:
         if (self._step, self._rank) == (self._plan.step, self._plan.rank):
             time.sleep(_SETTLE_S)
             (self._folder / FIRED).touch()
-            if self._plan.number == signal.SIGKILL:
+            if self._plan.kills:
                 os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(_SLOW_S)
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import NamedTuple
 
 from mpiddp.arguments import OURS, OUT
 from mpiddp.drill.faults import FIRED, PLAN, UNDISTURBED, Fault, FaultPlan, flip_newest_save
 from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
-from mpiddp.hosts.processes import child_process, descendants, end_all, marked, signal_all
+from mpiddp.hosts.processes import child_process, end_all, marked
 from mpiddp.launch.run.outcome_file import why_failed
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
@@ -30,10 +31,11 @@ _LONGEST_ERROR = 160  # characters
 
 
 class Ended(NamedTuple):
-    """A command that has ended: its code, None if it took too long, and its error."""
+    """A command that has ended: its code, None if it took too long, its error, and whether the fault has hit it."""
 
     code: int | None
     error: str
+    was_hit: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Drill:
         # After two saves, a damaged checkpoint can give way to an older one.
         early = max(length // 2, saved[min(1, len(saved) - 1)] + 1 if saved else 0)
         step = max(1, rng.randint(min(early, length - 1), length - 1))
-        plan = FaultPlan(fault.number, rng.randrange(self.ranks), step, self.last)
+        plan = FaultPlan(True, fault.acts is None, rng.randrange(self.ranks), step, self.last)
         return self._rehearse(fault, plan, max(_LEAST_S, 4 * undisturbed.seconds))
 
     def _rehearse(self, fault: Fault, plan: FaultPlan, limit_s: float) -> Rehearsal:
@@ -106,20 +108,26 @@ class Drill:
         (records / PLAN).write_text(json.dumps(vars(plan)), encoding="utf-8")
         since = time.monotonic()
         run = partial(self._run, folder, limit_s)
-        ended = [run("first", sends=fault.number == signal.SIGTERM)]
-        injected = (records / FIRED).exists()
-        if injected and ended[0].code != DONE:
+        ended = [run("first", acts=fault.acts)]
+        injected = ended[0].was_hit
+        if injected and fault.ends and ended[0].code != DONE:
             if fault.flips:
                 flip_newest_save(out, random.Random(self.seed))
             ended.append(run("resume", fewer=fault.fewer))
         return Rehearsal(injected, ended, time.monotonic() - since, read(records))
 
     def _run(
-        self, folder: Path, limit_s: float, label: str, *, sends: bool = False, fewer: int = 0
+        self,
+        folder: Path,
+        limit_s: float,
+        label: str,
+        *,
+        acts: Callable[[int], None] | None = None,
+        fewer: int = 0,
     ) -> Ended:
         """Run the command for `limit_s` at most, with so many ranks less; keep its output in `folder`.
 
-        `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
+        `acts`: what to do when the step of the fault has come.
         """
         records, out = folder / "records", folder / "out"
         path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
@@ -144,18 +152,19 @@ class Drill:
             # In its own session, because a Ctrl-C is for the drill alone.
             child_process(command, stdout, stderr, env=env, start_new_session=True) as launcher,
         ):
-            deadline = time.monotonic() + limit_s
+            deadline, has_acted = time.monotonic() + limit_s, False
             try:
                 while launcher.poll() is None and time.monotonic() < deadline:
-                    if sends and (records / FIRED).exists():
-                        sends = False
-                        signal_all(
-                            lambda: {launcher.pid: "", **descendants(launcher.pid)}, signal.SIGTERM
-                        )
-                    time.sleep(_POLL_S)
+                    if acts and not has_acted and (records / FIRED).exists():
+                        acts(launcher.pid)
+                        has_acted = True
+                    with suppress(TimeoutExpired):
+                        launcher.wait(_POLL_S)
             finally:
                 code = launcher.poll()
                 left = partial(marked, f"{DRILL}={records}".encode())
                 end_all(left, grace_s=0.0 if code is None else _END_S)
         why = why_failed(report, errors.read_text("utf-8", errors="replace"))
-        return Ended(code, why[:_LONGEST_ERROR].rstrip("."))
+        # The job may have ended before the drill has seen that the step has come.
+        was_hit = has_acted if acts else (records / FIRED).exists()
+        return Ended(code, why[:_LONGEST_ERROR].rstrip("."), was_hit)

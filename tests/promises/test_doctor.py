@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.support.doctor_faults import FAULTS, NAMES, WORK, doctor, prepared
 from tests.support.own_script import example
 from tests.support.patience import eventually
 from tests.support.place import Done, Process
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, run_command
 
 # --- doctor ---
 
@@ -181,6 +182,25 @@ def test_drill_tells_where_a_resumed_run_differs(here, defect, entry):
     named = re.fullmatch(rf"differs from step (\d+): first in {entry}", cause)
     assert named, cause
     assert (int(named[1]) - (defect == "scheduler")) % 3 == 0  # the step of a save, or the next one
+
+
+TOO_LATE = """\
+import sys
+from mpiddp.drill import main, rehearse
+rehearse._POLL_S = 600.0
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_drill_passes_no_fault_that_has_not_hit(here):
+    """A fault that comes too late for a run has not occurred, and so `mpiddp drill` does not pass."""
+    options = ("-n", "1", "--only", "sigterm", "--steps", "6", "--json", DRILLED, "{out}")
+    late = [sys.executable, here.script(TOO_LATE), *options]
+    done = run_command(late)
+    assert done.returncode == 1
+    [_, sigterm] = json.loads(done.stdout)["results"]
+    assert sigterm["passed"] is None
+    assert sigterm["cause"] == "did not occur: the script ended before"
 
 
 FAILS = (
