@@ -12,12 +12,20 @@ from __future__ import annotations
 import os
 import signal
 
-from mpiddp.hosts.processes import OPEN_BESIDES, allow_open, name_process, signal_at_parents_end
+from mpiddp.hosts.processes import (
+    OPEN_BESIDES,
+    allow_open,
+    descendants,
+    name_process,
+    signal_at_parents_end,
+)
 from mpiddp.protocol.channel import AGENT_NAME
 from mpiddp.protocol.terminal import give_size
+from mpiddp.runtime.helpers import Helpers
 from mpiddp.runtime.program import MODULE, SCRIPT, parse
 from mpiddp.runtime.rank import Rank, python_by_hand
-from mpiddp.runtime.rank_attempt import RankAttempt, StorePort
+from mpiddp.runtime.rank_attempt import RankAttempt
+from mpiddp.runtime.store_server import StoreServer
 from mpiddp.world import is_joined
 
 _SOCKETS_PER_RANK = 3  # to torch's store: for `process_group`, a script's own group, and one more
@@ -46,14 +54,15 @@ def run(rank: Rank) -> int:
     allow_open(_SOCKETS_PER_RANK * rank.world.world_size + OPEN_BESIDES)
     if rank.launcher is None:
         give_size(1)
-    attempt = RankAttempt(rank, store := StorePort())
+    store = StoreServer(helpers := Helpers(descendants(os.getpid())))
+    attempt = RankAttempt(rank, helpers, store)
     try:
         while True:
             code = attempt.run()
             store.release()
             if attempt.again is None:
                 return code
-            attempt = RankAttempt(attempt.rank.next(attempt.again), store, attempt.spare)
+            attempt = RankAttempt(attempt.rank.next(attempt.again), helpers, store, attempt.spare)
     finally:
         if attempt.spare is not None:
             attempt.spare.discard()

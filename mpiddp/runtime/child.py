@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, partial
 from itertools import filterfalse
 from pathlib import Path
@@ -27,6 +27,7 @@ from mpiddp.errors import DONE, MORE_PROCESSES, cause_of
 from mpiddp.hosts import processes
 from mpiddp.protocol.channel import STOP_SIGNALS, STREAMS, VALUE_LIMIT, Lines, is_shown
 from mpiddp.protocol.variables import CONTAINER_BEGAN, ERROR_FILE
+from mpiddp.runtime.helpers import Helpers
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.program import COMMAND, command_environment, mpi_environment, script_environment
@@ -39,7 +40,7 @@ _START = "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; from mpiddp.ru
 # The signals that a rank passes on to its script or its command.
 PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
-_REMOVES_S = 10.0  # for a runtime to end a container
+REMOVES_S = 10.0  # for a runtime to end a container
 _HELPERS_S = 0.5  # the processes of multiprocessing notice in this time that their parent has ended
 _CLEAN_UP = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -50,11 +51,11 @@ _BELOW_SCRIPT = ("<string>", str(Path(__file__).with_name("script.py")))
 class Child:
     """The process of a rank's script, which waits for `go`, or of its command.
 
-    `others` are processes below the agent that are not the child's.
+    All processes below the agent are the child's, but its `helpers`.
     """
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank, self.others = rank, {*rank.others}
+    def __init__(self, rank: Rank, helpers: Helpers) -> None:
+        self._rank, self._helpers = rank, helpers
         self.is_command = rank.command.kind == COMMAND
         world = rank.world
         name = f"rank {world.rank} on {world.hostname}"
@@ -149,14 +150,13 @@ class Child:
         container, env = container_of(name, mounts, env, orders.exported)
         if (remover := image.remover(name, env)) is not None:
             self._remover = remover
-            self.others.add(remover.pid)
+            self._helpers.pids.add(remover.pid)
         return image.command(container, argv), env
 
-    def tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+    def tell(self, facts: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             if self.control is not None:
-                line = json.dumps(facts).encode() + b"\n"
-                self.control.sendall(line[socket.send_fds(self.control, [line], files) :])
+                self.control.sendall(json.dumps(facts).encode() + b"\n")
 
     def keep_output(self, folder: Path) -> Path:
         """Write the outputs to files of this folder. Returns that of stderr, which will have a traceback."""
@@ -173,8 +173,8 @@ class Child:
             if stream.number == 0 or is_shown(shown, world.rank, stream.number):
                 stream.connect(launcher, world)
 
-    def go(self, rank: Rank, variables: Mapping[str, str], files: Sequence[int]) -> None:
-        """Let the script begin, with these variables. `files`: those of torch's store, on rank 0.
+    def go(self, rank: Rank, variables: Mapping[str, str], store_port: int) -> None:
+        """Let the script begin, with these variables, and torch's store at this port of MASTER_ADDR.
 
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
@@ -183,9 +183,8 @@ class Child:
         args = rank.program.args[len(self._rank.program.args) :]
         env, mpi = {**rank.orders.variables, **variables}, mpi_environment(rank.variables)
         is_shown = bool(self.outputs and self.outputs[-1].connection)
-        self.tell(
-            {"type": "go", "variables": env, "args": args, "mpi": mpi, "is_shown": is_shown}, files
-        )
+        facts = {"variables": env, "args": args, "mpi": mpi, "is_shown": is_shown}
+        self.tell({"type": "go", "store_port": store_port, **facts})
 
     def hear(self) -> None:
         """Take the messages of the script."""
@@ -263,7 +262,7 @@ class Child:
 
     def _alive(self) -> dict[int, str]:
         """The processes below the agent that are the program's, with their names."""
-        return processes.descendants(os.getpid(), but=self.others)
+        return processes.descendants(os.getpid(), but=self._helpers.pids)
 
     def name_what_is_left(self) -> None:
         """Say which processes outlive the program, once helpers have had time to end."""
@@ -319,12 +318,12 @@ class Child:
         if left or processes.end_all(self._alive, grace_s=0.0):
             for stream in self.outputs:
                 stream.source.close()
-        reap()
+        reap(self._helpers)
         if self._remover is not None and self._remover.returncode is None:
             if has_succeeded:  # and its container has ended with it
                 self._remover.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # it works on alone
-                self._remover.communicate(b"\n", timeout=_REMOVES_S)
+                self._remover.communicate(b"\n", timeout=REMOVES_S)
 
 
 def _cleans_up(pid: int) -> bool:
@@ -335,15 +334,15 @@ def _cleans_up(pid: int) -> bool:
 _running: dict[int, Child] = {}  # by pid
 
 
-def reap() -> set[int]:
-    """Collect the children and the adopted orphans of this process that have ended. Returns their pids."""
+def reap(helpers: Helpers) -> None:
+    """Collect the children and the adopted orphans of this process that have ended."""
     pids = set[int]()
     with contextlib.suppress(ChildProcessError):
         for pid, status in iter(partial(os.waitpid, -1, os.WNOHANG), (0, 0)):
             pids.add(pid)
             if (child := _running.pop(pid, None)) is not None:
                 child.status = os.waitstatus_to_exitcode(status)
-    return pids
+    helpers.have_ended(pids)
 
 
 def _begin(agent: int) -> None:

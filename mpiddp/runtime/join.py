@@ -139,7 +139,7 @@ def _by_hand(world: World, session: Session) -> None:
     except UserError as error:
         problem = str(error)
     try:
-        env, listener = meet(session.coordinator, problem)
+        env, _, (listener, _) = meet(session.coordinator, problem, apart=False)
     except UserError as error:  # the ranks have not met: for example, the MPI is another one
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None

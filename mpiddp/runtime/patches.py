@@ -182,9 +182,9 @@ def await_gloo_at_destroy() -> None:
 
 
 def store_of_job(session: Session) -> None:
-    """A script's groups meet at the store that a process beside rank 0 serves.
+    """A script's groups meet at the store that a process beside rank 0 serves, at a port of its own.
 
-    torch would serve the store in rank 0's process, and it would end with that. A later group gets keys of
+    torch would serve the store at MASTER_PORT in rank 0's process, and it would end with that. A later group gets keys of
     its own: under those of an earlier group, a rank may read an address at which nobody listens any more.
     The groups of each size have numbers of their own, because only some ranks may form a smaller group.
     """
@@ -194,7 +194,6 @@ def store_of_job(session: Session) -> None:
 
     if (of_job := session.store) is None or not dist.is_available():
         return
-    of_job.prepare()
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     TCPStore, numbers = rendezvous.TCPStore, Counter[int | None]()
     make, default = TCPStore.__init__, timedelta(seconds=300)
@@ -212,10 +211,7 @@ def store_of_job(session: Session) -> None:
     ) -> None:
         script_session()  # connects, so that the launcher can ask for the group's collectives
         if (host_name, port) == of_job.place:
-            if of_job.serve():
-                is_master = False
-            elif not is_master:
-                of_job.wait(timeout)
+            port, is_master = of_job.port, False
         make(store, host_name, port, world_size, is_master, timeout, *args, **options)
 
     def of_group(*args: Any, **options: Any) -> Any:
@@ -262,8 +258,9 @@ def uneven_inputs(session: Session) -> None:
 
     Such a rank repeats the collectives of the others, so it waits for each of them.
     """
-    from torch.distributed.algorithms.join import Join
+    from torch.distributed.algorithms import join
 
+    Join: Any = join.Join
     leave = Join.__exit__
 
     @wraps(leave)

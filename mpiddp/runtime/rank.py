@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, named_by
-from mpiddp.hosts.processes import descendants
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, next_key
 from mpiddp.protocol.orders import Orders
@@ -38,7 +37,6 @@ class Rank(NamedTuple):
     orders: Orders  # of the launcher, or the defaults
     private_file: str  # its name on this host, where it is removed once all ranks have met
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
-    others: frozenset[int]  # children of the shell that this process may have replaced by exec
     variables: Mapping[str, str]  # the variables of every attempt
 
     @classmethod
@@ -71,7 +69,6 @@ class Rank(NamedTuple):
             orders,
             private_file=private_file,
             daemon=os.getppid() if has_daemon else None,
-            others=frozenset(descendants(os.getpid())),
             variables=dict(env),
         )
         return rank.resized(orders.terminal.columns, orders.terminal.rows)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -24,57 +22,15 @@ from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime.child import Child, caught_signals, reap
 from mpiddp.runtime.gpu import prepare, reading_gpus
+from mpiddp.runtime.helpers import Helpers
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import CLAIM, GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
+from mpiddp.runtime.store_server import StoreServer
 
 _END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker ends its container
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # the loop looks at the clock this often if nothing happens
-
-
-class StorePort:
-    """The socket of torch's store in an attempt, and a connection to the process that serves the stores of all.
-
-    The agent keeps the port, so no other program can take it, and listens no more. The first script that has
-    imported torch makes the process, see `StoreOfJob`. It ends with the agent.
-    """
-
-    def __init__(self) -> None:
-        self._listener: socket.socket | None = None
-        self._process, self._far_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        self.pid = 0  # of the process; 0 before there is one
-        self._order = b""  # the variables of a store that nobody serves yet
-
-    @property
-    def files(self) -> list[int]:
-        """What the script gets: the listener, and what the process reads if there is none yet."""
-        is_served = self.pid and Path(f"/proc/{self.pid}").exists()  # the kernel may have killed it
-        files = [self._listener, *([] if is_served else [self._far_end])] if self._listener else []
-        return [file.fileno() for file in files]
-
-    def take(self, listener: socket.socket | None, variables: Mapping[str, str]) -> None:
-        """Keep the port of this socket. All its copies listen no more, until `listen` is called on one."""
-        self._listener = listener
-        if listener is not None:
-            self._order = json.dumps(dict(variables)).encode()
-            address = listener.getsockname()
-            listener.shutdown(socket.SHUT_RD)
-            with suppress(OSError):  # it is bound, unless the kernel has chosen the port
-                listener.bind(address)
-
-    def serve(self) -> None:
-        """Let the process serve the store. The script asks for it with each of its groups."""
-        if self._order and self._listener:
-            socket.send_fds(self._process, [self._order], [self._listener.fileno()])
-        self._order = b""
-
-    def release(self) -> None:
-        """End the store, and give up the port."""
-        if self._listener is not None:
-            self._listener.close()
-        if self.pid:
-            self._process.send(b"{}")
 
 
 class State(Enum):
@@ -94,14 +50,17 @@ class EndedFromOutside(Exception):
 class RankAttempt:
     """One attempt of a rank. `spare` is the child that an earlier attempt has started for this one."""
 
-    def __init__(self, rank: Rank, store: StorePort, spare: Child | None = None) -> None:
-        self.rank, self.world, self.store, self.holds = rank, rank.world, store, rank.orders.holds
+    def __init__(
+        self, rank: Rank, helpers: Helpers, store: StoreServer, spare: Child | None = None
+    ) -> None:
+        self.rank, self.world, self.holds = rank, rank.world, rank.orders.holds
+        self.helpers, self.store = helpers, store
         self.again: Orders | None = None  # for the next attempt
         self.spare: Child | None = None  # imports torch for the next attempt
-        self.child = spare or Child(rank)
+        self.child = spare or Child(rank, helpers)
         if spare is not None:
+            helpers.have_ended([spare.pid])  # it is the program now
             spare.pass_on(signal.SIGCONT)  # somebody may have stopped it
-        self.child.others.add(store.pid)
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
@@ -170,7 +129,7 @@ class RankAttempt:
         """
         ranks, self.state = self.coordinator, State.OVER
         is_done = self._next is not State.OVER and (stops or self._code == DONE)
-        waits = stops or not is_done or self.store.pid > 0
+        waits = stops or not is_done or self.store.runs
         is_limited = not (is_done or ranks.has_launcher)
         limit_s = GRACE_S + self.rank.orders.failed_grace_s + _END_S if is_limited else None
         ranks.give("ended", None, timeout_s=limit_s)
@@ -217,8 +176,12 @@ class RankAttempt:
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 
         try:
-            env, store = meet(
-                self.coordinator, str(problem or ""), rank.program.files, rank.program.title
+            met = meet(
+                self.coordinator,
+                str(problem or ""),
+                rank.program.files,
+                rank.program.title,
+                apart=True,
             )
         finally:
             # All ranks have read the private file once they have met, or refuse together. Else the launcher does.
@@ -230,15 +193,15 @@ class RankAttempt:
         adopt_orphans()
         self._signals, self.state = caught_signals(), State.RUNNING
         ranks = self.coordinator
-        env |= variables_of_script(ranks, self._error_file)
+        env = {**met.variables, **variables_of_script(ranks, self._error_file)}
         os.environ.update(env)
         self._join(joining_timeout_s())
-        self.store.take(store, env)
+        self.store.take(met.sockets, ranks.world.world_size, is_needed=not child.is_command)
         if child.is_command:
             with ranks.all_or_none():
                 child.start(os.environ)
             return
-        child.go(rank, env, self.store.files)
+        child.go(rank, env, met.store_port)
 
     def _connect(self, launcher: Server) -> None:
         world = self.world
@@ -311,7 +274,7 @@ class RankAttempt:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
         # Before `hear`, because a script writes its last message before it ends.
-        child.others -= reap()
+        reap(self.helpers)
         child.hear()
         while child.news:
             self._on_message(child.news.pop(0))
@@ -346,18 +309,16 @@ class RankAttempt:
             case "claim":  # of a script without a connection of its own
                 ranks.send("claim", key=CLAIM, like=facts["like"])
             case "store":
-                self.store.pid = facts["pid"]
-                child.others.add(self.store.pid)
-            case "serve":
-                self.store.serve()
+                with errors.aid("torch's store", child.say):
+                    self.store.serve(self.rank.python[0], facts["folders"])
             case "imported" if self.holds and (self.spare or "torch" in facts["ahead"]["modules"]):
                 # Without a spare, a restart takes longer.
                 with errors.aid("hot spare", child.say):
                     if self.spare is None:
-                        spare = Child(self.rank)
+                        spare = Child(self.rank, self.helpers)
                         spare.start(os.environ)
                         self.spare = spare
-                        child.others.add(spare.pid)
+                        self.helpers.pids.add(spare.pid)
                     self.spare.tell({"type": "ahead", **facts["ahead"]})
             case "mpi":  # no later process of this rank can start MPI
                 self.holds = False

@@ -82,16 +82,15 @@ def main() -> None:
 def _begin(session: Session, control: socket.socket) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends "go", with the script's variables, and its last arguments if this process is older than
-    they are. On rank 0, the sockets of torch's store come with it. A process that waits for the next
-    attempt gets an "ahead" before for each import that the script has told its agent.
+    The agent sends "go", with the script's variables, the port of torch's store, and its last arguments if this
+    process is older than they are. A process that waits for the next attempt gets an "ahead" before for each import that the script has told its agent.
     """
     # The calls that follow the script's own imports. Until it begins, there are none.
     at_torch, at_dynamo = list[_Imported](), list[_Imported]()
-    sys.meta_path.insert(0, AtImport(["torch"], partial(_importing_torch, at_torch)))
+    sys.meta_path.insert(0, AtImport(["torch"], partial(_importing_torch, session, at_torch)))
     sys.meta_path.insert(0, AtImport([_DYNAMO], partial(_importing, at_dynamo)))
     session.tell_agent("ready")
-    facts, sockets = _message_of_agent(control)
+    facts = _message_of_agent(control)
     ahead: list[dict[str, Any]] = []
     while facts["type"] == "ahead":
         from mpiddp.hosts.processes import name_process  # few scripts need it
@@ -99,14 +98,14 @@ def _begin(session: Session, control: socket.socket) -> None:
         name_process(SPARE_NAME)
         _import_ahead(facts)
         ahead.append(facts)
-        facts, sockets = _message_of_agent(control)
+        facts = _message_of_agent(control)
     if ahead:
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env, session.is_shown = facts["variables"], facts["is_shown"]
     os.environ.update(env)
     session.rank = int(env["RANK"])
-    variables, modules = dict(os.environ), {*sys.modules}
+    variables, modules, store_port = dict(os.environ), {*sys.modules}, facts["store_port"]
     if JOB in os.environ:
         session.starting_mpi = partial(_starting_mpi, session, facts["mpi"])
         sys.meta_path.insert(0, AtImport(_USES_MPI, session.starting_mpi))
@@ -115,7 +114,8 @@ def _begin(session: Session, control: socket.socket) -> None:
         from mpiddp.runtime.rendezvous.store import StoreOfJob
 
         if patches.is_on(patches.store_of_job.__name__):
-            session.store = StoreOfJob(env, control, sockets)
+            place = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+            session.store = StoreOfJob(place, store_port, int(env["WORLD_SIZE"]))
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
         with aid("hot spare"):
             for facts in ahead or [_ahead([*_installed(modules), "torch"], variables, before)]:
@@ -128,11 +128,14 @@ def _begin(session: Session, control: socket.socket) -> None:
     at_torch.append(torch_is_there)
     at_dynamo.append(dynamo_is_there)
     if "torch" in sys.modules:
+        _tell_store(session)
         torch_is_there((os.environ, sys.path))
 
 
 @contextmanager
-def _importing_torch(afterwards: Iterable[_Imported]) -> Iterator[None]:
+def _importing_torch(session: Session, afterwards: Iterable[_Imported]) -> Iterator[None]:
+    if afterwards:  # the script has begun
+        _tell_store(session)
     raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with (
         _importing(afterwards),
@@ -141,6 +144,13 @@ def _importing_torch(afterwards: Iterable[_Imported]) -> Iterator[None]:
         interrupts_end(signal.default_int_handler) if raises else nullcontext(),
     ):
         yield
+
+
+def _tell_store(session: Session) -> None:
+    """Let rank 0's agent start the process of torch's stores, while this process imports torch."""
+    if session.rank == 0 and patches.is_on(patches.store_of_job.__name__):
+        folders = [folder for folder in sys.path if folder and isinstance(folder, str)]
+        session.tell_agent("store", folders=folders)
 
 
 @contextmanager
@@ -214,16 +224,15 @@ def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[No
         _set(dict.fromkeys(variables))
 
 
-def _message_of_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
-    """The agent's next message, and the sockets that come with it."""
-    line, files, _, _ = socket.recv_fds(control, 1, 2)
+def _message_of_agent(control: socket.socket) -> dict[str, Any]:
+    line = b""
     while not line.endswith(b"\n"):
         chunk = control.recv(CHUNK, socket.MSG_PEEK)  # it may have the next message, too
         if not chunk:
             os._exit(1)
         line += control.recv(chunk.find(b"\n") + 1 or len(chunk))
     facts: dict[str, Any] = json.loads(line)
-    return facts, [out_of_the_way(socket.socket(fileno=file)) for file in files]
+    return facts
 
 
 def _run(kind: str, name: str) -> None:

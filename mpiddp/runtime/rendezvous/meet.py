@@ -1,6 +1,6 @@
 """The ranks meet: the host and the files of each come in, and the address of torch's store goes out.
 
-    variables, listener = meet(Coordinator(world))
+    met = meet(Coordinator(world), apart=False)
 
 A rank's agent comes here, and by hand the rank itself. They meet over the launcher's channel, or without a
 launcher over MPI or at an address.
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, TIMEOUT
@@ -21,10 +20,19 @@ from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous import result, sockets
 from mpiddp.runtime.rendezvous.result import Gather, Infos, RankInfo
+from mpiddp.runtime.rendezvous.sockets import Sockets
 from mpiddp.text import parse_duration
 from mpiddp.world import World
 
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
+
+
+class Met(NamedTuple):
+    """What a rank knows once it has met the others."""
+
+    variables: dict[str, str]
+    store_port: int  # of torch's store, at MASTER_ADDR
+    sockets: Sockets
 
 
 def meet(
@@ -32,13 +40,14 @@ def meet(
     problem: str = "",
     files: Callable[[], result.Files] = tuple,
     program: str = "",
-) -> tuple[dict[str, str], socket.socket | None]:
+    *,
+    apart: bool,
+) -> Met:
     """Meet the other ranks, which learn this one's facts and its problem. All ranks must call this.
 
     All ranks compare `program`, the name of what they run, and the first rank of each host calls `files`, so that
-    several hosts can compare its contents. `ranks` may be
-    connected to the launcher; without one, rank 0 serves the job channel. Returns this rank's variables, and
-    rank 0's socket for torch's store, which is bound before it is announced.
+    several hosts can compare its contents. `ranks` may be connected to the launcher; without one, rank 0 serves
+    the job channel. `apart`: torch's store has a port of its own, and MASTER_PORT is left to the scripts.
     """
     env, world = os.environ, ranks.world
     timeout_s = joining_timeout_s() + _LAUNCHER_HEAD_START_S * ranks.has_launcher
@@ -59,8 +68,8 @@ def meet(
         is_first = ranks.ranks_here[0] == world.rank and len(ranks.ranks_here) < world.world_size
         programs = gather(files() if is_first else ())
         _from_rank_0(world, gather, partial(result.check_alike, infos, programs, env))
-        address, port, listener = _place(world, infos, gather)
-        world = result.joined(world, infos, address, port)
+        address, ports, bound = _place(world, infos, gather, apart=apart)
+        world = result.joined(world, infos, address, ports[0])
         if ranks.connection is None and world.world_size > 1:  # they have met over MPI alone
             from mpiddp.runtime.rendezvous.channel_process import serve_beside
 
@@ -77,30 +86,37 @@ def meet(
             with contextlib.suppress(UserError, JobFailed):
                 leads_there = sockets.resolve(name) == address
             variables["MASTER_ADDR"] = name if all(gather(leads_there)) else address
-        return variables, listener
+        return Met(variables, ports[1], bound)
 
 
-def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket.socket | None]:
-    """Where torch's store is: the first address of rank 0 that every other host reaches, and its port.
+def _place(
+    world: World, infos: Infos, gather: Gather, *, apart: bool
+) -> tuple[str, tuple[int, int], Sockets]:
+    """The first address of rank 0 that every other host reaches, MASTER_PORT and the store's port.
 
     One rank of each host tries them all. Rank 0 listens on every candidate before the ranks hear of it, so
     that no other program takes its port.
     """
     named = world.master_addr
     if named is not None and os.environ.get(AGENT_STORE) == "True":
-        return named, world.master_port or 0, None
-    listeners: dict[str, socket.socket] = {}
+        port = world.master_port or 0
+        return named, (port, port), Sockets()
+    candidates: dict[str, Sockets] = {}
 
-    def listen() -> dict[str, int]:
+    def listen() -> dict[str, tuple[int, int]]:
         for address in [named] if named else result.choose(infos, os.environ):
             port = 0 if named else sockets.port_in(os.environ)  # the channel has the known one
-            listeners[address] = sockets.bind(address, port, world.hostname)
-        return {address: bound.getsockname()[1] for address, bound in listeners.items()}
+            master = sockets.bind(address, port, world.hostname)
+            candidates[address] = Sockets(master)
+            if apart:
+                candidates[address] = Sockets(sockets.bind(address, 0, world.hostname), master)
+        return {address: _ports(bound) for address, bound in candidates.items()}
 
-    ports: dict[str, int] = _from_rank_0(world, gather, listen)
+    ports: dict[str, tuple[int, int]] = _from_rank_0(world, gather, listen)
     _, *others = [ranks[0] for ranks in result.ranks_by_host(infos).values()]
     tries = world.rank in others
-    reached = gather(sockets.reachable([*ports], [*ports.values()]) if tries else [*ports])
+    of_stores = [port for _, port in ports.values()]
+    reached = gather(sockets.reachable([*ports], of_stores) if tries else [*ports])
     reachable = next((name for name in ports if all(name in names for names in reached)), None)
     if reachable is None:
         cut_off = [rank for rank in others if not reached[rank]] or others
@@ -109,18 +125,27 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
             f"{infos[0].hostname} ({', '.join(ports)}) within {sockets.PROBE_TIMEOUT_S:g} s.",
             fix="open the firewall or connect the networks, or name a reachable address: --master-addr ADDR",
         )
-    listener = listeners.pop(reachable, None)
-    for other in listeners.values():
+    bound = candidates.pop(reachable, Sockets())
+    for other in candidates.values():
         other.close()
-    if listener is not None:
+    if bound.store is not None:
         # Accept and close the attempts in the backlog, so that the store sees only its clients. None connects
         # before all ranks have met.
-        listener.setblocking(False)
+        bound.store.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                listener.accept()[0].close()
-        listener.setblocking(True)
-    return reachable, ports[reachable], listener
+                bound.store.accept()[0].close()
+        bound.store.setblocking(True)
+    if bound.master is not None:
+        sockets.stop_listening(bound.master)
+    master_port, store_port = ports[reachable]
+    return reachable, (master_port, store_port), bound
+
+
+def _ports(bound: Sockets) -> tuple[int, int]:
+    """MASTER_PORT, and the port of the store."""
+    assert bound.store is not None
+    return (bound.master or bound.store).getsockname()[1], bound.store.getsockname()[1]
 
 
 def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:

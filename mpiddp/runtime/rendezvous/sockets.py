@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.text import parse_whole, shown
@@ -71,6 +72,17 @@ def resolve_own(name: str) -> str:
     return addresses[0]
 
 
+class Sockets(NamedTuple):
+    """Rank 0's sockets at the address of the job, which are bound before the ranks hear of them."""
+
+    store: socket.socket | None = None  # listens, for torch's store
+    master: socket.socket | None = None  # has MASTER_PORT; None if that is the store's
+
+    def close(self) -> None:
+        for each in filter(None, self):
+            each.close()
+
+
 def bind(address: str, port: int, hostname: str) -> socket.socket:
     """A socket that listens on one address of this host, `hostname`. Port 0 means any free port.
 
@@ -96,6 +108,14 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
             ) from None
         why = f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
         raise cause_of(error)(why) from None
+
+
+def stop_listening(bound: socket.socket) -> None:
+    """Keep the port of this socket, so that nobody takes it unless a program asks for just this port."""
+    address = bound.getsockname()
+    bound.shutdown(socket.SHUT_RD)
+    with suppress(OSError):  # it is bound, unless the kernel has chosen the port
+        bound.bind(address)
 
 
 def reachable(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:

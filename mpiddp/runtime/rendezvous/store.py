@@ -1,121 +1,30 @@
-"""torch's store: rank 0 serves it on a socket that is already bound, and process groups connect to it."""
+"""torch's store: process groups connect to it. By hand, and in a command, rank 0 serves it itself."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
-import signal
-import socket
-import time
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpiddp.errors import JobFailed
-from mpiddp.hosts.processes import name_process
-from mpiddp.protocol.channel import STOP_SIGNALS, STORE_NAME, encode
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 
 if TYPE_CHECKING:  # a script that imports torch is served before its next line
     from torch.distributed import Store
 
-_BACKLOG = 2048
-_SHORTEST_S, _LONGEST_S = 0.001, 0.5  # between two looks whether the store is served
 
+class StoreOfJob(NamedTuple):
+    """Where torch's store of this job is, whatever the script writes into MASTER_ADDR later.
 
-class StoreOfJob:
-    """torch's store of this job, in the process of a script that has imported torch.
-
-    Its place is what the launcher has chosen, whatever the script writes into MASTER_ADDR later. Rank 0 has
-    `files`: the socket bound there, and, if no process serves stores yet, the one that brings its orders. Nobody
-    listens there before the script itself asks for the store. So a program that the script starts, or
-    becomes by exec, can do so as well.
+    The script asks for it at `place`, which is MASTER_ADDR and MASTER_PORT. It listens at another port, so that
+    a program which the script starts can have a store of its own there.
     """
 
-    def __init__(
-        self, variables: Mapping[str, str], control: socket.socket, files: Sequence[socket.socket]
-    ) -> None:
-        self._control, self._files = control, files
-        self.place = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-        self.world_size = int(variables["WORLD_SIZE"])
-
-    def prepare(self) -> None:
-        """On rank 0, make the process that serves the stores of all attempts, and tell its pid to the agent.
-
-        It is a fork of a script that has just imported torch, so it costs no import. It outlives the script,
-        because other ranks, and the next attempt, need a store. It is a child of the agent, which adopts
-        orphans: a script that waits for all its children, or kills them, does not meet it.
-        """
-        for orders in self._files[1:]:
-            with warnings.catch_warnings(), orders:
-                warnings.simplefilter(
-                    "ignore"
-                )  # Python 3.12 warns of the threads of numpy's library
-                child = os.fork()
-                if child == 0:
-                    try:
-                        pid = os.fork()
-                        if pid == 0:
-                            _serve_attempts(orders)
-                        else:
-                            self._control.sendall(encode("store", pid=pid))
-                    finally:
-                        os._exit(0)
-            with suppress(ChildProcessError):  # the script ignores SIGCHLD
-                os.waitpid(child, 0)
-
-    def serve(self) -> bool:
-        """Let the process serve the store from now on. Returns False if this rank has no such process."""
-        if not self._files:
-            return False
-        try:
-            self._files[0].listen(_BACKLOG)
-            self._control.sendall(b"\n" + encode("serve"))
-        except OSError as error:  # another process serves it, or the script has closed all files
-            return error.errno == errno.EADDRINUSE
-        return True
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait until somebody serves the store. torch would wait for up to a minute between two looks."""
-        from torch.distributed import DistNetworkError
-
-        deadline, pause_s = time.monotonic() + timeout.total_seconds(), _SHORTEST_S
-        while True:
-            with suppress(OSError):
-                socket.create_connection(self.place, timeout=_LONGEST_S).close()
-                return
-            if time.monotonic() > deadline:
-                waited = f"timed out after {timeout.total_seconds():g} s"
-                raise DistNetworkError(
-                    f"The client socket has {waited}: nobody serves {self.place}."
-                )
-            time.sleep(pause_s)
-            pause_s = min(1.2 * pause_s, _LONGEST_S)
-
-
-def _serve_attempts(orders: socket.socket) -> None:
-    """Serve the store of each attempt, as the agent orders, and end with the agent."""
-    os.setsid()  # a signal to the script's process group is not for this process
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    name_process(STORE_NAME)
-    for stream in range(3):  # a warning of torch must not get into a connection
-        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-    for file in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {
-        *range(3),
-        orders.fileno(),
-    }:
-        with suppress(OSError):
-            os.close(file)
-    stores = list[object]()
-    # One order has the variables of an attempt, and its listener. The next one has neither, and ends its store.
-    while (order := socket.recv_fds(orders, 1 << 16, 1))[0]:
-        stores[:] = [serve_store(json.loads(order[0]), listener) for listener in order[1]]
+    place: tuple[str, int]
+    port: int
+    world_size: int
 
 
 def serve_store(env: Mapping[str, str], listener: int) -> Store:

@@ -10,6 +10,7 @@ import pytest
 
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
 from mpiddp.runtime.child import Child, reap
+from mpiddp.runtime.helpers import Helpers
 from mpiddp.runtime.program import COMMAND, Program
 from mpiddp.runtime.rank import Rank
 from tests.support.ranks import LAUNCH, run_command, script
@@ -180,12 +181,12 @@ def test_a_later_optimizer_goes_on_and_two_of_one_step_count_once():
 
 
 def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
-    child = Child(Rank.from_env(Program(COMMAND, "sleep", ("600",))))
+    child = Child(Rank.from_env(Program(COMMAND, "sleep", ("600",))), helpers := Helpers())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a rank that has joined")
     child.pass_on(signal.SIGTERM)
     child.start(os.environ)
     while child.status is None:
-        reap()
+        reap(helpers)
     assert child.status == -signal.SIGTERM
 
 
