@@ -272,6 +272,19 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     return was_joined
 
 
+def is_started_by_an_mpi(env: Mapping[str, str]) -> bool:
+    """Whether an mpirun has started this process. The program of a rank that has joined finds none of an outer one."""
+    return any(source.mpis and _present(source, env) for source in RANK_SOURCES)
+
+
+def enter_inner_job(env: MutableMapping[str, str]) -> None:
+    """Remove the variables of the job around an mpirun, which a rank has started, and keep those of that mpirun."""
+    sets = tuple(name for source in RANK_SOURCES if source.mpis for name in source.sets)
+    of_mpirun = {name: env[name] for name in env if name.startswith(sets)}
+    leave_enclosing_job(env)
+    env.update(of_mpirun)
+
+
 def leave_launchers(env: MutableMapping[str, str]) -> None:
     """Remove the variables that make this process a rank, because new ranks get their own.
 

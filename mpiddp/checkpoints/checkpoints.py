@@ -119,7 +119,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if current().fails(error):
+        if current().end.of(error).is_failure:
             self._end(error)
         else:
             self.close()
@@ -317,7 +317,7 @@ def _script_coordinator(finish: Callable[[], None]) -> Coordinator:
     `finish` is called on every rank once its script has succeeded. Its error ends the process with code 1.
     """
     session = script_session()
-    world = World.from_env()
+    world = World.from_env(session.env)
     if not session.is_member and world.launcher.name == "none":
         log_to_console(0)
         at_exit(finish)
@@ -325,7 +325,7 @@ def _script_coordinator(finish: Callable[[], None]) -> Coordinator:
         alone.hostnames = (socket.gethostname(),)
         return alone
     if not session.is_member:
-        has_store = session.coordinator.connection or os.environ.get(AGENT_STORE) == "True"
+        has_store = session.coordinator.connection or session.env.get(AGENT_STORE) == "True"
         if dist.is_initialized() and not has_store:
             sentence = "mpiddp.Checkpoints comes after init_process_group, so the two would have no common store."
             raise UserError(

@@ -22,7 +22,7 @@ from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.sinks import Sink, SinkRun, open_sinks
 from mpiddp.protocol.variables import RUN_ID
-from mpiddp.runtime.job.session import script_session
+from mpiddp.runtime.job.session import current, script_session
 from mpiddp.runtime.rank_log import log, log_to_console
 from mpiddp.world import World
 
@@ -183,7 +183,7 @@ def log_metrics(step: int, **values: Any) -> None:
         sentence = "mpiddp.log_metrics comes before Checkpoints.resume(), which decides which records are kept."
         raise UserError(sentence, fix="call resume() first")
     if (process := os.getpid()) not in _sinks:
-        rank = World.from_env().rank
+        rank = World.from_env(current().env).rank
         log_to_console(rank)  # a script that has not joined may have no other handler
         _sinks[process] = None if rank else open_sinks(_run_of_sinks(runs, step))
     sinks = _sinks[process]
@@ -215,7 +215,7 @@ def _run_of_sinks(runs: Sequence[RunRecords], step: int) -> SinkRun:
         key = _NO_NAME.sub("-", f"{name}-{began}")
         return SinkRun(key, records.dir.path, records.config, records.first)
     # The restarts of a job have one id.
-    script, began = Path(sys.argv[0]).stem, os.environ.get(RUN_ID) or _when(time.time())
+    script, began = Path(sys.argv[0]).stem, current().env.get(RUN_ID) or _when(time.time())
     key = _NO_NAME.sub("-", f"{script}-{began}")
     return SinkRun(key, Path("runs", key), {}, step)
 

@@ -26,7 +26,7 @@ from mpiddp.runtime.program import MODULE, SCRIPT, parse
 from mpiddp.runtime.rank import Rank, python_by_hand
 from mpiddp.runtime.rank_attempt import RankAttempt
 from mpiddp.runtime.store_server import StoreServer
-from mpiddp.world import is_joined
+from mpiddp.world import enter_inner_job, is_joined, is_started_by_an_mpi
 
 _SOCKETS_PER_RANK = 3  # to torch's store: for `process_group`, a script's own group, and one more
 
@@ -34,7 +34,11 @@ _SOCKETS_PER_RANK = 3  # to torch's store: for `process_group`, a script's own g
 def main(argv: list[str]) -> int:
     """Run `mpiddp run ARGV`: be a rank of a job, and return the exit code of its program."""
     program = parse(argv)
-    if is_joined(os.environ):  # a rank's command, or a process that it has started
+    if is_joined(os.environ) and is_started_by_an_mpi(
+        os.environ
+    ):  # a rank's program has started it
+        enter_inner_job(os.environ)
+    elif is_joined(os.environ):  # a rank's command, or a process that it has started
         python = {SCRIPT: python_by_hand(), MODULE: [*python_by_hand(), "-m"]}
         argv = [*python.get(program.kind, []), program.name, *program.args]
         program.check()

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it would load five modules before a script's first line
     from importlib.machinery import ModuleSpec
 
-_MANY = 200_000  # objects of a script: to go through them takes longer than it saves
+_MANY = 200_000  # objects of a script, of which some may become garbage
 
 
 class AtImport:
@@ -46,26 +46,63 @@ class AtImport:
         finally:
             self.names = names
         if spec is not None and spec.loader is not None:
-            self._surround(spec.loader)
+            kind = _Surrounded if hasattr(spec.loader, "exec_module") else _SurroundedOfOld
+            spec.loader = kind(spec.loader, self._around, self._has_run)
         return spec
 
-    def _surround(self, loader: object) -> None:
-        """Let this loader enter and leave. It belongs to this import alone."""
-        create, run = loader.create_module, loader.exec_module  # type: ignore[attr-defined]
-        stack = ExitStack()
+    def _has_run(self) -> None:
+        self.names = ()
 
-        def create_module(spec: ModuleSpec) -> ModuleType | None:
-            stack.enter_context(self._around())
-            return create(spec)  # type: ignore[no-any-return]
 
-        def exec_module(module: ModuleType) -> None:
-            del loader.create_module, loader.exec_module  # type: ignore[attr-defined]
-            with stack:
-                for _ in _steps(run, module):
-                    pass
-            self.names = ()
+class _Surrounded:
+    """Loads the module as its own loader does, which may be anybody's object, and gives it back before the code runs."""
 
-        loader.create_module, loader.exec_module = create_module, exec_module  # type: ignore[attr-defined]
+    def __init__(
+        self,
+        own: Any,
+        around: Callable[[], AbstractContextManager[None]],
+        has_run: Callable[[], None],
+    ) -> None:
+        self._own, self._around, self._has_run, self._stack = own, around, has_run, ExitStack()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        self._stack.enter_context(self._around())
+        create = getattr(self._own, "create_module", None)
+        return create(spec) if create else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._own
+        with self._stack:
+            for _ in _steps(self._own.exec_module, module):
+                pass
+        self._has_run()
+
+
+class _SurroundedOfOld:
+    """The same for a loader that has `load_module` alone, which Python 3.10 and 3.11 take."""
+
+    def __init__(
+        self,
+        own: Any,
+        around: Callable[[], AbstractContextManager[None]],
+        has_run: Callable[[], None],
+    ) -> None:
+        self._own, self._around, self._has_run = own, around, has_run
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("exec_module", "create_module"):
+            raise AttributeError(name)
+        return getattr(self._own, name)
+
+    def load_module(self, name: str) -> ModuleType:
+        with self._around():
+            module: ModuleType = self._own.load_module(name)
+        self._has_run()
+        return module
 
 
 def _steps(run: Callable[[ModuleType], None], module: ModuleType) -> Iterator[None]:
@@ -79,36 +116,21 @@ def _steps(run: Callable[[ModuleType], None], module: ModuleType) -> Iterator[No
 
 @contextmanager
 def frozen_torch() -> Iterator[None]:
-    """Garbage collections skip all that the script's `import torch`, which is the body, makes.
+    """Garbage collections skip the objects that the script's `import torch` has made.
 
     torch's modules live as long as the process. Otherwise the collector visits their 250,000 objects while
     they are made, in each full collection of the training, and several times when the process ends: a third
-    of the processor time of a short rank. The objects of the script are collected as ever.
+    of the processor time of a short rank. The objects that the script has made before are skipped as well, unless
+    they are many.
     """
     import gc
 
-    was_enabled, before = gc.isenabled(), gc.get_objects()
+    was_enabled, are_few = gc.isenabled(), len(gc.get_objects()) < _MANY
     gc.disable()
     try:
         yield
-        if len(before) < _MANY:
-            _freeze_all_but(before)
+        if are_few:
+            gc.freeze()
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _freeze_all_but(objects: Iterable[object]) -> None:
-    import ctypes
-    import gc
-
-    # gc.freeze() takes all that the collector tracks. https://docs.python.org/3/c-api/gcsupport.html
-    untrack, track = ctypes.pythonapi.PyObject_GC_UnTrack, ctypes.pythonapi.PyObject_GC_Track
-    for function in (untrack, track):
-        function.argtypes, function.restype = [ctypes.py_object], None
-    for thing in objects:
-        untrack(thing)
-    gc.freeze()
-    for thing in objects:
-        if not gc.is_tracked(thing):
-            track(thing)

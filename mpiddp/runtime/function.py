@@ -19,7 +19,8 @@ from mpiddp.errors import JobFailed, UserError, import_package
 from mpiddp.hosts.program_files import is_local
 from mpiddp.protocol.channel import mac
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.job.session import current, script_frames
+from mpiddp.runtime.job.leaving import script_frames
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import join
 
 _MAX_TRACEBACK, _LARGEST_ERROR = 1 << 15, 32 << 20  # characters, and bytes of the pickled exception
@@ -41,7 +42,7 @@ def main() -> None:
             try:
                 result = call()
             except SystemExit as end:
-                if session.fails(end):
+                if session.end.of(end).is_failure:
                     raise
                 result = None
             # A result that is refused ends the other ranks, which may still save.

@@ -29,14 +29,8 @@ from mpiddp.runtime import patches
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import (
-    EXIT_UNKNOWN,
-    ProcessKind,
-    Session,
-    current,
-    exit_now,
-    script_session,
-)
+from mpiddp.runtime.job.leaving import EXIT_UNKNOWN, exit_now
+from mpiddp.runtime.job.session import ProcessKind, Session, current, script_session
 from mpiddp.runtime.rank_log import log_to_console
 from mpiddp.runtime.rendezvous.meet import meet
 from mpiddp.runtime.rendezvous.sockets import bind, resolve
@@ -56,7 +50,7 @@ def join(world: World | None = None, timeout_s: float = _REACHED_S) -> Iterator[
     """
     session = script_session()
     if not session.coordinator.hostnames:
-        world = world or World.from_env()
+        world = world or World.from_env(session.env)
         log_to_console(world.rank)
         if session.kind is not ProcessKind.SCRIPT:
             patches.apply([patches.no_dns], session)
@@ -71,16 +65,16 @@ def join(world: World | None = None, timeout_s: float = _REACHED_S) -> Iterator[
     session.is_member = True
     patches.apply([patches.stop_signal], session)
     if session.kind is ProcessKind.BY_HAND and coordinator.connection is not None:
-        session.error = None  # the script has caught an earlier one
-        coordinator.listen(session.obey, session.watch)
-        session.watch()  # news may have come since an earlier process group
+        session.end.error = None  # the script has caught an earlier one
+        coordinator.listen(session.obey, session.end.watch)
+        session.end.watch()  # news may have come since an earlier process group
     try:
         yield coordinator
     except BaseException as error:
-        session.end_group(error)
+        session.end.of_group(error)
         raise
     else:
-        session.end_group()
+        session.end.of_group()
     finally:
         session.is_member = False
 
@@ -91,7 +85,7 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
 
     from mpiddp.runtime.rendezvous.store import serve_store
 
-    env, ranks = os.environ, session.coordinator
+    env, ranks = session.env, session.coordinator
     if getattr(current_process(), "_inheriting", False):
         sentence = (
             "a process of multiprocessing, such as a DataLoader's worker, runs the script again."
@@ -146,7 +140,7 @@ def _by_hand(world: World, session: Session) -> None:
     os.environ.update(env)
     if listener is not None:
         session.torch_store = serve_store(env, listener.detach())
-    atexit.register(session.leave_at_exit)
+    atexit.register(session.end.by_hand)
     if world.local_world_size is None:  # the local ranks have just been counted
         limit_threads(session.coordinator.world)
 
@@ -160,7 +154,7 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
 
     def leave() -> None:
         session = current()
-        error: BaseException | None = session.error or getattr(sys, "last_value", None)
+        error: BaseException | None = session.end.error or getattr(sys, "last_value", None)
         if (
             session.kind is not ProcessKind.SCRIPT
             and error is None

@@ -134,7 +134,7 @@ def say_lone_mpi(session: Session) -> None:
     if (
         session.rank > 0
         or session.starting_mpi is nullcontext
-        or os.environ.get("WORLD_SIZE") == "1"
+        or session.env.get("WORLD_SIZE") == "1"
     ):
         return
     maps = Path("/proc/self/maps").read_text("latin-1")

@@ -20,7 +20,7 @@ from mpiddp.protocol.channel import LARGEST_WHOLE, LINE_LIMIT, is_valid
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.in_image import refuse_lost
 from mpiddp.runtime.job.progress import BY_SCRIPT
-from mpiddp.runtime.job.session import script_session
+from mpiddp.runtime.job.session import current, script_session
 from mpiddp.text import shown
 
 
@@ -88,7 +88,7 @@ def announced() -> Announced | None:
     Returns:
         None in the first attempt, without `mpiddp launch`, or if no attempt announced a global batch.
     """
-    text = os.environ.get(ANNOUNCED)
+    text = current().env.get(ANNOUNCED)
     return Announced(**json.loads(text)) if text else None
 
 

@@ -69,13 +69,13 @@ def main() -> None:
             sys.modules[observer].observe()
         _run(kind, name)
     except BaseException as caught:
-        session.error = caught
+        session.end.error = caught
     try:
         patches.apply([patches.say_lone_mpi], session)
-        code = session.end_script()
+        code = session.end.of_script()
     except KeyboardInterrupt as caught:  # while it waits for the other ranks, for example
-        session.error = caught
-        code = session.end_script()
+        session.end.error = caught
+        code = session.end.of_script()
     sys.exit(code)
 
 
@@ -104,8 +104,8 @@ def _begin(session: Session, control: socket.socket) -> None:
     sys.argv += facts["args"]
     env, session.is_shown = facts["variables"], facts["is_shown"]
     os.environ.update(env)
-    session.rank = int(env["RANK"])
-    variables, modules, store_port = dict(os.environ), {*sys.modules}, facts["store_port"]
+    session.env = variables = dict(os.environ)
+    session.rank, modules, store_port = int(env["RANK"]), {*sys.modules}, facts["store_port"]
     if JOB in os.environ:
         session.starting_mpi = partial(_starting_mpi, session, facts["mpi"])
         sys.meta_path.insert(0, AtImport(_USES_MPI, session.starting_mpi))

@@ -657,3 +657,103 @@ def test_a_second_start_of_mpi(here):
     env = library_of("openmpi4") | {"MPIDDP_NO_PATCHES": "finalized_mpi"}
     done = here.run(*command, here.script(OF_MPI), env=env)
     assert (done.code != 0, done.stdout) == (True, ""), done.stderr
+
+
+# --- a guest in the script's process ---
+
+HOLDS = """\
+import os
+from pathlib import Path
+data = bytearray(256 << 20)
+for at in range(0, len(data), 4096):
+    data[at] = 1
+forks = []
+os.register_at_fork(before=lambda: forks.append(1))
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    for each in Path("/proc").glob("[0-9]*"):
+        name = (each / "comm").read_text() if (each / "comm").exists() else ""
+        if name == "mpiddp-store\\n" and f"PPid:\\t{os.getppid()}\\n" in (each / "status").read_text():
+            maps = (each / "smaps_rollup").read_text()
+            print("private kB", sum(int(l.split()[1]) for l in maps.splitlines() if l[:8] == "Private_"))
+    print("forks", len(forks), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_the_store_has_nothing_of_the_script(here):
+    """torch's store is no fork of a script: it shares none of its memory, and calls no hook of `os.fork`."""
+    private, forks = here.run("launch", *here.where(2), here.script(HOLDS)).assert_ok().lines
+    assert forks == "forks 0"
+    assert int(private.split()[-1]) < 200 << 10, private
+
+
+OF_ITS_OWN = """\
+import os, sys, tempfile, time
+rank = os.environ["RANK"]
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+os.environ.pop("LOCAL_WORLD_SIZE")
+import torch, torch.distributed as dist
+if "group" in sys.argv:
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/x", rank=0, world_size=1)
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer, began = torch.optim.SGD([parameter]), time.monotonic()
+parameter.sum().backward()
+optimizer.step()
+print(rank, time.monotonic() - began < 10, flush=True)
+"""
+
+
+@pytest.mark.parametrize("group", ["", "group"])
+def test_ranks_that_train_alone(here, group):
+    """Ranks of a sweep that make themselves rank 0 of 1 train, and no step waits for mpiddp."""
+    done = here.run("launch", *here.where(2), here.script(OF_ITS_OWN), group).assert_ok()
+    assert sorted(done.lines) == ["0 True", "1 True"]
+    assert done.said == []
+
+
+MEET_AGAIN = """\
+import os, subprocess, sys
+import torch, torch.distributed as dist
+import torch.multiprocessing as mp
+CHILD = '''
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(total := torch.ones(1))
+print(total.item(), flush=True)
+'''
+def child(rank, world_size, way):
+    there = dict(rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", **there, init_method=way)
+    dist.all_reduce(total := torch.ones(1))
+    assert total.item() == world_size
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if sys.argv[1] == "later":
+        dist.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        alone = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        port = os.environ["MASTER_PORT"]
+        mp.spawn(child, (2, "env://"), 2)
+        mp.spawn(child, (2, f"tcp://localhost:{port}"), 2)
+        subprocess.run([sys.executable, "-c", CHILD], env=alone, check=True)
+        mpirun = [*sys.argv[2].split(), sys.executable, "-m", "mpiddp", "run", sys.argv[3]]
+        subprocess.run(mpirun, check=True)
+    if sys.argv[1] != "later":
+        dist.barrier()
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("when", ["beside", "later"])
+def test_groups_of_a_rank_s_children(here, when):
+    """Beside and after the job's group, what a rank starts meets at MASTER_PORT: by spawn, a program, an mpirun."""
+    *mpirun, _ = mpirun_command(2)
+    argv = [here.script(MEET_AGAIN), when, shlex.join(mpirun), program("reduces.py")]
+    done = here.run("launch", *here.where(2), *argv).assert_ok()
+    alone, *inner = done.lines
+    assert alone == "1.0"
+    assert [json.loads(line)["sum"] for line in inner] == [3, 3]

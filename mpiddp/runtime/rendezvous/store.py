@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.session import current
 from mpiddp.world import World
 
 if TYPE_CHECKING:  # a script that imports torch is served before its next line
@@ -72,4 +72,4 @@ def prefix_of_attempt() -> str:
 
     torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier ones.
     """
-    return f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"mpiddp/{current().env.get('TORCHELASTIC_RESTART_COUNT', '0')}"

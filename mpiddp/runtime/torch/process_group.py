@@ -88,7 +88,7 @@ def process_group(
             yield world._replace(backend=backend, device=str(device))
         except BaseException as error:
             # NCCL would wait for operations of the others, and delay the report.
-            destroys = not session.begins_to_fail(error) or is_gloo
+            destroys = not session.end.of_group_begins(error) or is_gloo
             raise
         finally:
             # A script of torchrun's kind may have destroyed it itself.

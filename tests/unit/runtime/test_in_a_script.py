@@ -1,11 +1,13 @@
 """What happens inside the process of a script, without any other process."""
 
 import gc
+import importlib
 import importlib.util
 import json
 import socket
 import sys
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 
 import pytest
 
@@ -114,6 +116,80 @@ def test_a_folder_that_an_import_adds(tmp_path, monkeypatch):
     assert str(tmp_path) not in sys.path
 
 
+class OnlyLoads:
+    """A loader of an import hook, as Python 3.10 and 3.11 still allow."""
+
+    def __init__(self, own):
+        self.own = own
+
+    def load_module(self, name):
+        spec = importlib.util.spec_from_file_location(name, self.own.path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+class WithSlots:
+    __slots__ = ("own",)
+
+    def __init__(self, own):
+        self.own = own
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        self.own.exec_module(module)
+
+
+class ForAllModules:
+    """One object for every import: it must have its methods afterwards."""
+
+    def __new__(cls, own):
+        cls.own = own
+        return cls
+
+    @classmethod
+    def create_module(cls, spec):
+        return None
+
+    @classmethod
+    def exec_module(cls, module):
+        cls.own.exec_module(module)
+
+
+@pytest.mark.parametrize("kind", [OnlyLoads, WithSlots, ForAllModules])
+def test_a_loader_of_an_import_hook_stays_as_it_is(kind, monkeypatch, tmp_path):
+    """Whatever plain Python imports, a script imports, and a look whether a module is there changes nothing."""
+    (tmp_path / "surrounded.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if kind is OnlyLoads and sys.version_info >= (3, 12):
+        pytest.skip("this Python takes no such loader")
+
+    class Hook:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            own = PathFinder.find_spec(name, path)
+            return name == "surrounded" and ModuleSpec(name, kind(own.loader), origin=own.origin)
+
+    entered = []
+
+    @contextmanager
+    def around():
+        entered.append("enter")
+        yield
+        entered.append("leave")
+
+    monkeypatch.setattr(sys, "meta_path", [AtImport(["surrounded"], around), Hook, *sys.meta_path])
+    assert importlib.util.find_spec("surrounded") is not None
+    assert entered == []
+    module = importlib.import_module("surrounded")
+    assert (module.x, entered) == (1, ["enter", "leave"])
+    importlib.reload(module)
+    assert entered == ["enter", "leave"]
+    sys.modules.pop("surrounded")
+
+
 def test_two_messages_of_the_agent_at_once():
     ours, theirs = socket.socketpair()
     messages = [{"type": "ask"}, {"type": "go", "args": ["x" * 100_000]}]
@@ -140,5 +216,5 @@ def test_a_ctrl_c_is_shown_by_rank_0_alone(monkeypatch):
     session = Session(ProcessKind.SCRIPT)
     shown = []
     for session.rank in range(2):
-        shown.append(session.fail(KeyboardInterrupt(), is_printed=True))
+        shown.append(session.end.say(KeyboardInterrupt(), is_printed=True))
     assert shown == [True, False]
