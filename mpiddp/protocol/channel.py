@@ -107,7 +107,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "saved": {"path": str},  # of a complete checkpoint
     "not_saved": {"save": str},  # a save has failed on this rank. All ranks call it by one name
     "stacks": {"text": str},
-    # Calls of torch's collectives, by the rank's own clock: see `mpiddp.runtime.collectives`.
+    # Calls of torch's collectives, by the rank's own clock: see `mpiddp.runtime.collectives`. It may have `peer`: the
+    # `call`, the `rank`, `since_us` and the `stack` of a long wait in `recv` or `send`.
     "calls": {"now_us": int, "groups": list},
     # For each rank of its host with a GPU: the rank, and the fields CHANGING of `mpiddp.hosts.gpus`.
     "gpus": {"ranks": list},

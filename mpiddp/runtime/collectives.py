@@ -14,6 +14,7 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from mpiddp.protocol.channel import TEXT_LIMIT
@@ -25,14 +26,17 @@ _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32",
     "Short": "int16", "Char": "int8", "Byte": "uint8",
 }  # fmt: skip
+_LONG_US = 30_000_000  # a wait for another rank that the launcher hears of
 _RELAXED = 2  # CUDA's cudaStreamCaptureModeRelaxed
 
 # The facts of each group, by its name and its backend. They stay when torch's record has lost the calls.
 _latest: dict[tuple[str, str], dict[str, Any]] = {}
 
 
-def calls() -> dict[str, Any] | None:
+def calls(peers: Mapping[int, tuple[str, object, int]] | None = None) -> dict[str, Any] | None:
     """The facts of a message "calls"; None in a process that has no process group.
+
+    `peers` are the threads that wait for another rank, see `mpiddp.runtime.patches.waits`.
 
     torch's record of calls is private. If a version has another form of it, this returns nothing, and the
     launcher only tells that no rank makes a step.
@@ -40,8 +44,22 @@ def calls() -> dict[str, Any] | None:
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     with contextlib.suppress(Exception):
         if torch is not None and torch.is_initialized():
-            return _calls(torch)
+            return {**_calls(torch), "peer": _longest(peers or {})}
     return None
+
+
+def _longest(peers: Mapping[int, tuple[str, object, int]]) -> dict[str, Any] | None:
+    """The wait of the thread that has waited longest for another rank, with its stack; None before LONG_US."""
+    waits = [(since_us, thread, name, peer) for thread, (name, peer, since_us) in [*peers.items()]]
+    since_us, thread, name, peer = min(waits, default=(0, 0, "", None), key=lambda wait: wait[0])
+    if not thread or time.time_ns() // 1000 - since_us < _LONG_US:
+        return None
+    import traceback
+
+    frame = sys._current_frames().get(thread)
+    stack = "".join(traceback.format_stack(frame))[-TEXT_LIMIT:]
+    rank = peer if isinstance(peer, int) else None
+    return {"call": name, "rank": rank, "since_us": since_us, "stack": stack}
 
 
 def _calls(torch: Any) -> dict[str, Any]:

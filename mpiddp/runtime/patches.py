@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -224,15 +225,22 @@ def store_of_job(session: Session) -> None:
     TCPStore.__init__, rendezvous.TCPStore = connect, of_group
 
 
-def forming(session: Session) -> None:
-    """The launcher learns which ranks wait in `init_process_group`, and names those that have not come.
+def waits(session: Session) -> None:
+    """The launcher learns of waits that torch does not record: in `init_process_group`, `recv`, `send` and `join()`.
 
-    A torch that is built with MPI starts it there, as the rank that it is.
+    A torch that is built with MPI starts it in `init_process_group`, as the rank that it is.
     """
     import torch.distributed as dist
 
     if not dist.is_available():
         return
+    _tell_forming(session, dist)
+    _tell_shadows(dist)
+    for name in ("recv", "send"):
+        _note_peer(session, dist, name)
+
+
+def _tell_forming(session: Session, dist: Any) -> None:
     init = dist.init_process_group
 
     @wraps(init)
@@ -253,14 +261,9 @@ def forming(session: Session) -> None:
     dist.init_process_group = dist.distributed_c10d.init_process_group = tell_and_init
 
 
-def uneven_inputs(session: Session) -> None:
-    """The launcher learns which ranks have left the loop of torch's `join()`, and names no stragglers meanwhile.
-
-    Such a rank repeats the collectives of the others, so it waits for each of them.
-    """
-    from torch.distributed.algorithms import join
-
-    Join: Any = join.Join
+def _tell_shadows(dist: Any) -> None:
+    """Of a rank that has left the loop of `join()`: it repeats the collectives of the others, and waits for them."""
+    Join: Any = dist.algorithms.join.Join
     leave = Join.__exit__
 
     @wraps(leave)
@@ -273,6 +276,23 @@ def uneven_inputs(session: Session) -> None:
             tell("shadows", active=False)
 
     Join.__exit__ = tell_and_leave
+
+
+def _note_peer(session: Session, dist: Any, name: str) -> None:
+    """Note who waits for which rank, until the launcher asks: a pipeline makes many such calls."""
+    call, other = getattr(dist, name), {"recv": "src", "send": "dst"}[name]
+
+    @wraps(call)
+    def note_and_call(*args: Any, **kwargs: Any) -> Any:
+        thread, peer = threading.get_ident(), (*args, None, None)[1]
+        session.peers[thread] = name, kwargs.get(other, peer), time.time_ns() // 1000
+        try:
+            return call(*args, **kwargs)
+        finally:
+            session.peers.pop(thread, None)
+
+    setattr(dist, name, note_and_call)
+    setattr(dist.distributed_c10d, name, note_and_call)
 
 
 def optimizer_steps(session: Session) -> None:
@@ -337,5 +357,5 @@ def no_dns(session: Session) -> None:
 
 BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder)
 ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal)
-ONCE_TORCH_IS_THERE = (gloo_end, no_dns, store_of_job, forming, uneven_inputs, optimizer_steps)
+ONCE_TORCH_IS_THERE = (gloo_end, no_dns, store_of_job, waits, optimizer_steps)
 IN_A_CALL = (frozen_torch,)

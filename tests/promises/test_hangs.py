@@ -81,6 +81,32 @@ def test_a_straggler(here):
     assert re.search(f"^{named}", top, re.MULTILINE), top
 
 
+PIPELINE = """\
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    for _ in range(2):
+        dist.recv(torch.ones(1), 1)
+else:
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.1)
+    dist.send(torch.ones(1), dst=0)
+    dist.send(torch.ones(1), 0)
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_waits_for_another_one(here):
+    """After a minute in torch's `recv` or `send`, a line says which rank waits, where, and for whom. It ends nothing."""
+    go_on = here.folder / "go_on"
+    job = here.start("launch", *here.where(2), here.script(PIPELINE, "stage.py"), go_on)
+    job.until("has waited")
+    go_on.touch()
+    [sentence] = job.wait().assert_ok().said
+    waits = rf"rank 0 on {here.hosts[0]} has waited \d\d s in recv from rank 1: "
+    assert re.fullmatch(waits + r"it is in <module> \(stage.py:5\): dist.recv\(.*", sentence)
+
+
 LATE = """\
 import os, sys, time, torch.distributed as dist
 def wait(path):

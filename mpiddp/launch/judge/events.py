@@ -120,6 +120,8 @@ class Record:
         self.forming: dict[
             int, float
         ] = {}  # the ranks that wait in init_process_group, and since when
+        # The ranks that wait for another one in recv or send, and since when.
+        self.peers: dict[int, tuple[float, Mapping[str, Any]]] = {}
         self.shadows: set[int] = set()  # the ranks that have left the loop of torch's join()
         self.last_shadowed_at = 0.0  # when a rank last began or ended this
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
@@ -164,6 +166,10 @@ class Record:
                 last = (group.calls[group.last].at for group in groups.values() if group.last)
                 self.called_at[rank] = max(last, default=0.0)
                 self.__dict__.pop("wait", None)  # computed again when it is read
+                self.peers.pop(rank, None)
+                if peer := facts.get("peer"):
+                    since = min(self.clocks[rank]) + peer["since_us"] / 1e6
+                    self.peers[rank] = since, peer
             case "announce":
                 size = self.world_size if facts["global_batch_size"] else 0
                 values = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}

@@ -181,6 +181,25 @@ def _place(record: Record, rank: int) -> str:
     return "" if stacks is None or rank in record.done else place_of(stacks["text"])
 
 
+def peer_sentences(record: Record, now: float) -> dict[str, str]:
+    """A sentence about each rank that has waited for WAIT_S in torch's recv or send, by its place.
+
+    It is no hang: the stages of a pipeline wait so for each other, and the wait has no number by which the other
+    rank could be asked.
+    """
+    sentences = {}
+    for rank, (since, peer) in sorted(record.peers.items()):
+        if rank in record.left and now - since >= WAIT_S:
+            other = peer["rank"]
+            of_whom = {"recv": "from", "send": "to"}[peer["call"]] + f" rank {other}"
+            place = place_of(peer["stack"])
+            sentences[f"peer {rank} {place}"] = (
+                f"{record.name(rank)} has waited {now - since:.0f} s in {peer['call']}"
+                f"{f' {of_whom}' if other is not None else ''}: it is in {place}."
+            )
+    return sentences
+
+
 def missing_sentence(record: Record, timeout_s: float) -> str:
     """A sentence that names the ranks that did not join, with the line that the first of them executes."""
     first, *others = missing = record.missing

@@ -22,7 +22,13 @@ from mpiddp.hosts.processes import room_for
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.launch.judge.calls import last_call_with
 from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
-from mpiddp.launch.judge.hangs import find_hang, missing_sentence, next_look_at, places_sentence
+from mpiddp.launch.judge.hangs import (
+    find_hang,
+    missing_sentence,
+    next_look_at,
+    peer_sentences,
+    places_sentence,
+)
 from mpiddp.launch.judge.pace import WINDOW_S
 from mpiddp.launch.judge.stacks import shown_stack
 from mpiddp.launch.judge.stragglers import CHRONIC, straggler_sentence, window
@@ -258,6 +264,15 @@ class Hangs(Watcher):
                 self.attempt.stop_ranks(f"the job hung and was stopped: {hang.sentence}")
 
 
+class Peers(Watcher):
+    """Say which ranks have waited for another one in torch's recv or send, once for each place."""
+
+    def look(self, now: float) -> None:
+        if self.record.runs:
+            for about, sentence in peer_sentences(self.record, now).items():
+                self.output.log(sentence, about)
+
+
 class Stragglers(Watcher):
     """Ask the scripts for their collectives in each window, and name the ranks for which others wait."""
 
@@ -387,6 +402,6 @@ class Functions(Watcher):
 
 
 WATCHERS: tuple[type[Watcher], ...] = (
-    *(RecordFile, Output, LateStart, SilentHosts, Hangs, Stragglers),
+    *(RecordFile, Output, LateStart, SilentHosts, Hangs, Peers, Stragglers),
     *(GraceTime, Viewers, Growth, Functions),
 )

@@ -67,6 +67,8 @@ class Session:
         self.starting_mpi: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
         )
+        # The threads that wait in torch's `recv` or `send`: the call, the other rank, and since when (microseconds).
+        self.peers: dict[int, tuple[str, object, int]] = {}
         self.torch_store: object = None  # torch's store, if this process of rank 0 serves it
         self.progress = Progress(self.coordinator, self.tell_agent)
         self.stop = StopRequest(self.coordinator, self.progress, self.tell_agent)
@@ -122,7 +124,7 @@ class Session:
                 with contextlib.suppress(OSError):  # without a free file, an import fails, too
                     from mpiddp.runtime.collectives import calls, stacks
 
-                    if (made := calls()) is not None:
+                    if (made := calls(self.peers)) is not None:
                         self.coordinator.tell_launcher("calls", **made)
                     if kind == "stacks":
                         with self._reads_frames:

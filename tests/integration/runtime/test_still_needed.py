@@ -118,7 +118,8 @@ def test_every_patch_has_its_test():
     }
     others = {patches.crash_stack, patches.stop_signal, patches.no_dns, patches.finalized_mpi}
     others.add(patches.store_of_job)  # tests/promises/test_failures.py, test_later_groups
-    others.add(patches.forming)  # tests/promises/test_hangs.py
-    others.add(patches.uneven_inputs)  # tests/data/records/left_the_loop.jsonl
+    others.add(
+        patches.waits
+    )  # tests/promises/test_hangs.py, tests/data/records/left_the_loop.jsonl
     assert every == OF_PYTHON.keys() | others
     assert len(every) <= 14
