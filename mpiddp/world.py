@@ -253,6 +253,7 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
         variables.ANNOUNCED,
         variables.GPUS,
         variables.LAUNCHER,
+        variables.COMMAND,
         variables.RUN_DIR,
     ):
         env.pop(name, None)

@@ -316,7 +316,7 @@ def _script_coordinator(finish: Callable[[], None]) -> Coordinator:
 
     `finish` is called on every rank once its script has succeeded. Its error ends the process with code 1.
     """
-    session = script_session()
+    session = script_session(joins=True)
     world = World.from_env(session.env)
     if not session.is_member and world.launcher.name == "none":
         log_to_console(0)

@@ -9,7 +9,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,14 +119,36 @@ class _Gather:
     values: dict[int, bytes]  # by rank
 
 
+class Claims:
+    """The register of who has failed first, for one group or for several that share it."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.lines: dict[str, bytes] = {}  # the answers, by the keys of the claims
+
+    def claim(self, group: Group, rank: int, facts: Mapping[str, Any]) -> None:
+        """The first member that makes this claim is told so, and all others learn of it."""
+        key = facts["key"]
+        if key in self.lines:
+            group.tell([rank], self.lines[key])
+            return
+        self.lines[key] = encode("claimed", rank=rank, key=key, like=facts.get("like", ""))
+        for each in self.groups:
+            each.tell(each.members, self.lines[key])
+
+
 class Group:
     """The agreements of the members [0, world_size). `members` has those that are connected, by rank."""
 
-    def __init__(self, world_size: int, selector: TimedSelector) -> None:
+    def __init__(
+        self, world_size: int, selector: TimedSelector, claims: Claims | None = None
+    ) -> None:
         self.world_size, self._timers = world_size, selector.timers
         self.members: dict[int, Peer] = {}
-        # The lines for members that enter later. The key of a claim has the member that made it first, the
-        # key of a gather says that it calls all members, and "" has the exit code with which they end.
+        self._claims = claims or Claims()
+        self._claims.groups.append(self)
+        # The lines for members that enter later. The key of a gather says that it calls all members, and "" has the
+        # exit code with which they end.
         self._news: dict[str, bytes] = {}
         self._gathers: dict[str, _Gather] = {}
         self._expired: dict[str, bytes] = {}  # the answers of the gathers whose time is over
@@ -137,20 +159,16 @@ class Group:
         if kind == "gather":
             self._gather(rank, facts, value)
         elif kind == "claim":
-            # The first member that claims to have failed first is told so, and all others learn of it.
-            is_first = facts["key"] not in self._news
-            claimed = encode("claimed", rank=rank, key=facts["key"], like=facts.get("like", ""))
-            line = self._news.setdefault(facts["key"], claimed)
-            self._tell(self.members if is_first else [rank], line)
+            self._claims.claim(self, rank, facts)
         elif "" not in self._news:
             # End the other members with the exit code of the first that asks.
             self._news[""] = encode("failed", b"", **facts)
-            self._tell(self.members.keys() - {rank}, self._news[""])
+            self.tell(self.members.keys() - {rank}, self._news[""])
 
     def enter(self, rank: int) -> None:
         self._lost.discard(rank)
-        for line in self._news.values():
-            self._tell([rank], line)
+        for line in (*self._claims.lines.values(), *self._news.values()):
+            self.tell([rank], line)
 
     def lose(self, rank: int) -> None:
         self._lost.add(rank)
@@ -162,7 +180,7 @@ class Group:
         """Take the value of a member, which gets the values of all members in the end."""
         key, timeout_s = facts["key"], facts["timeout_s"]
         if key in self._expired:
-            self._tell([rank], self._expired[key])
+            self.tell([rank], self._expired[key])
             return
         if key not in self._gathers:
             or_lost = facts.get("or_lost") is True
@@ -177,21 +195,21 @@ class Group:
         gather.values[rank] = value
         if facts.get("calls") is True and key not in self._news:
             self._news[key] = encode("called", key=key)
-            self._tell(self.members.keys() - gather.values.keys(), self._news[key])
+            self.tell(self.members.keys() - gather.values.keys(), self._news[key])
         self._complete(key)
 
     def _complete(self, key: str) -> None:
         """Answer all members if no value is missing."""
         if len(self._gathers[key].values) == self.world_size:
             values = channel.listed(self._end(key))
-            self._tell(self.members, encode("gathered", key=key), values)
+            self.tell(self.members, encode("gathered", key=key), values)
 
     def _expire(self, key: str) -> None:
         """Tell the members that wait which ranks are missing, because the time is over."""
         values = self._end(key)
         missing = [rank for rank in range(self.world_size) if rank not in values]
         self._expired[key] = encode("no_answer", key=key, missing=missing)
-        self._tell(values, self._expired[key])
+        self.tell(values, self._expired[key])
 
     def _end(self, key: str) -> dict[int, bytes]:
         """Forget a gather. Returns its values, by rank."""
@@ -200,7 +218,7 @@ class Group:
         self._news.pop(key, None)
         return gather.values
 
-    def _tell(self, ranks: Iterable[int], line: bytes, value: bytes = b"") -> None:
+    def tell(self, ranks: Iterable[int], line: bytes, value: bytes = b"") -> None:
         """Send a line to the members that are connected. Its value is read once for all."""
         digest = channel.digest(value)
         for rank in ranks:

@@ -18,7 +18,7 @@ from typing import Any
 from mpiddp.errors import FAILED
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import decode, encode
-from mpiddp.protocol.group import Group, Peer, TimedSelector
+from mpiddp.protocol.group import Claims, Group, Peer, TimedSelector
 from mpiddp.protocol.variables import LOST_AFTER_S
 
 LAUNCHER = -1  # the rank of an event of the launcher itself
@@ -65,7 +65,9 @@ class ChannelServer:
         self._listener, self.selector = listener, selector
         self._strangers: dict[Peer, None] = {}  # connections without a proof, the oldest first
         # Of the ranks, and of their n-th scripts: a rank may end before another one's first script connects.
-        self._groups = [Group(world_size, selector) for _ in range(2)]
+        # An agent claims for a script without a connection, so the agents and the first scripts share a register.
+        claims = Claims()
+        self._groups = [Group(world_size, selector, claims) for _ in range(2)]
         self._ranks = self._groups[0].members
         self.connected = self._ranks.keys()  # the ranks that are connected now
         self.scripts: dict[int, Peer] = {}  # the scripts that are connected now, by rank

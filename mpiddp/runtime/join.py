@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.protocol import sinks
-from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_ID
+from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET
 from mpiddp.runtime import patches
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -48,7 +48,7 @@ def join(world: World | None = None, timeout_s: float = _REACHED_S) -> Iterator[
     If their agents have met, all scripts must come here within `timeout_s` of the first one.
     Then os.environ holds the variables that scripts find under torchrun, by hand without an error file.
     """
-    session = script_session()
+    session = script_session(joins=True)
     if not session.coordinator.hostnames:
         world = world or World.from_env(session.env)
         log_to_console(world.rank)
@@ -93,9 +93,9 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
         raise UserError(sentence, fix='put its main part below: if __name__ == "__main__":')
     if ranks.connection is None and world.world_size > 1:
         raise UserError(
-            f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only the "
-            "first process of a rank joins the others.",
-            fix=f"unset {RUN_ID}, which starts a job of its own",
+            f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only one "
+            "process of a rank joins the others.",
+            fix="call mpiddp in the process that trains, and not in the one that starts it",
         )
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     world = world._replace(

@@ -13,6 +13,7 @@ from typing import IO, NamedTuple
 
 from mpiddp.errors import UserError, check_program, named_by
 from mpiddp.hosts.program_files import files_of, import_folders
+from mpiddp.protocol import variables
 from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.world import RANK_SOURCES, set_by_launchers
 
@@ -134,4 +135,5 @@ def command_environment(
     for name in {GPUS, PLACEMENT, AGENT_STORE}.difference(exported):
         rest.pop(name, None)
     rest.setdefault(RUN_ID, rest["TORCHELASTIC_RUN_ID"])  # under torchrun
+    rest[variables.COMMAND] = "1"
     return rest

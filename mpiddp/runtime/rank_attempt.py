@@ -311,7 +311,7 @@ class RankAttempt:
             case "store":
                 with errors.aid("torch's store", child.say):
                     self.store.serve(self.rank.python[0], facts["folders"])
-            case "imported" if self.holds and (self.spare or "torch" in facts["ahead"]["modules"]):
+            case "imported" if self.holds and (self.spare or facts["ahead"]["module"] == "torch"):
                 # Without a spare, a restart takes longer.
                 with errors.aid("hot spare", child.say):
                     if self.spare is None:

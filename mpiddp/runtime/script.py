@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from _frozen_importlib_external import SourceFileLoader  # importlib would load four more modules
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
-_INSTALLED = "-packages"  # is in the path of an installed module
 _DYNAMO = (
     "torch._dynamo"  # the first optimizer, or DDP, imports it, which takes nearly as long as torch
 )
@@ -105,7 +104,7 @@ def _begin(session: Session, control: socket.socket) -> None:
     env, session.is_shown = facts["variables"], facts["is_shown"]
     os.environ.update(env)
     session.env = variables = dict(os.environ)
-    session.rank, modules, store_port = int(env["RANK"]), {*sys.modules}, facts["store_port"]
+    session.rank, store_port = int(env["RANK"]), facts["store_port"]
     if JOB in os.environ:
         session.starting_mpi = partial(_starting_mpi, session, facts["mpi"])
         sys.meta_path.insert(0, AtImport(_USES_MPI, session.starting_mpi))
@@ -118,12 +117,12 @@ def _begin(session: Session, control: socket.socket) -> None:
             session.store = StoreOfJob(place, store_port, int(env["WORLD_SIZE"]))
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
         with aid("hot spare"):
-            for facts in ahead or [_ahead([*_installed(modules), "torch"], variables, before)]:
+            for facts in ahead or [_ahead("torch", variables, before)]:
                 session.tell_agent("imported", ahead=facts)
 
     def dynamo_is_there(before: _Before) -> None:
         with aid("hot spare"):
-            session.tell_agent("imported", ahead=_ahead([_DYNAMO], variables, before))
+            session.tell_agent("imported", ahead=_ahead(_DYNAMO, variables, before))
 
     at_torch.append(torch_is_there)
     at_dynamo.append(dynamo_is_there)
@@ -161,42 +160,27 @@ def _importing(afterwards: Iterable[_Imported]) -> Iterator[None]:
         imported(before)
 
 
-def _ahead(modules: Sequence[str], variables: Mapping[str, str], before: _Before) -> dict[str, Any]:
-    """What a spare imports, with all that the script had changed `before`, and an import may depend on."""
+def _ahead(module: str, variables: Mapping[str, str], before: _Before) -> dict[str, Any]:
+    """What a spare imports, with all that the script had changed `before`, and the import may depend on."""
     environ, path = before
     now = {**dict.fromkeys(variables), **environ}
     return {
-        # A package may have set a variable itself, or come before one that the script has set.
-        "modules": modules if environ == variables else modules[-1:],
+        "module": module,
         "variables": {name: now[name] for name in now if now[name] != variables.get(name)},
         "path": [folder for folder in path if isinstance(folder, str)],
     }
 
 
-def _installed(before: Set[str]) -> list[str]:
-    """The installed packages that the script has imported."""
-    new = {
-        name: module
-        for name, module in [*sys.modules.items()]
-        if name not in before and "." not in name
-    }
-    # Any other look at a module that is loaded lazily would load it.
-    facts = {
-        n: ModuleType.__getattribute__(m, "__dict__")
-        for n, m in new.items()
-        if isinstance(m, ModuleType)
-    }
-    return [name for name in facts if _INSTALLED in str(facts[name].get("__file__"))]
-
-
 def _import_ahead(facts: Mapping[str, Any]) -> None:
-    """Import modules for the next attempt, with the variables that the script had when it imported them."""
+    """Import torch, or a part of it, for the next attempt, with the variables that the script had at its import.
+
+    The script's other packages might do more when they are imported, as the rank of an attempt that is over.
+    """
     path, variables = [*sys.path], {name: os.environ.get(name) for name in facts["variables"]}
     sys.path[:] = facts["path"]
     _set(facts["variables"])
-    for name in facts["modules"]:
-        with suppress(Exception):  # the script of the next attempt meets the same error itself
-            __import__(name)
+    with suppress(Exception):  # the script of the next attempt meets the same error itself
+        __import__(facts["module"])
     _set(variables)
     sys.path[:] = [*path, *(folder for folder in sys.path if folder not in facts["path"])]
     if "tempfile" in sys.modules:  # it keeps the folder that TMPDIR named

@@ -757,3 +757,55 @@ def test_groups_of_a_rank_s_children(here, when):
     alone, *inner = done.lines
     assert alone == "1.0"
     assert [json.loads(line)["sum"] for line in inner] == [3, 3]
+
+
+TRAINS_ELSEWHERE = """\
+import multiprocessing, os, sys, time
+def train():
+    import mpiddp
+    print("rank", mpiddp.init().rank, flush=True)
+
+def report():
+    import mpiddp
+    mpiddp.progress(1, 10)
+    open(f"reported{os.environ['RANK']}", "w").close()
+    time.sleep(6000)
+
+if __name__ == "__main__":
+    started = multiprocessing.get_context(sys.argv[2]).Process(
+        target={"worker": report, "training": train}[sys.argv[1]], daemon=True
+    )
+    started.start()
+    if sys.argv[1] == "worker":
+        while not os.path.exists(f"reported{os.environ['RANK']}"):
+            time.sleep(0.05)
+        train()
+    else:
+        started.join()
+        sys.exit(started.exitcode)
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("what", ["worker", "training"])
+def test_the_process_that_trains(here, what, how):
+    """A training may run in a child of the script. A worker that only reports takes nobody's place."""
+    job = (*here.where(2), here.script(TRAINS_ELSEWHERE), what, how)
+    done = here.run("launch", *job, cwd=here.folder).assert_ok()
+    assert sorted(done.lines) == ["rank 0", "rank 1"]
+    assert done.said == []
+
+
+ONE_REPORTS = """\
+import os
+if os.environ["RANK"] == "0":
+    import mpiddp
+    mpiddp.progress(1, 10)
+raise ValueError("3 classes")
+"""
+
+
+def test_one_register_of_failures(here):
+    """Ranks that fail alike show one traceback, also if only some of them use mpiddp."""
+    done = here.run("launch", *here.where(2), here.script(ONE_REPORTS)).assert_code(1)
+    assert done.stderr.count("ValueError: 3 classes\n") == 1

@@ -20,7 +20,7 @@ from typing import Any
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import CHUNK, SCRIPT, encode
-from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR, LOST_AFTER
+from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, COMMAND, JOB, LOG_DIR, LOST_AFTER
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.leaving import End
 from mpiddp.runtime.job.progress import Progress
@@ -35,18 +35,13 @@ class ProcessKind(Enum):
     """What a process is in its job. An agent has no session, and no kind."""
 
     SCRIPT = auto()  # the child of an agent, which sees how it ends
-    FORK = auto()  # a fork of a script, which itself speaks for the rank
-    WITHIN = auto()  # a rank's command or script has started it
+    WITHIN = auto()  # a rank's command or script has started it, or has forked it
     BY_HAND = auto()  # the rank itself: started by mpirun, srun, torchrun or a user
 
 
-def _kind(env: Mapping[str, str], forked: ProcessKind | None = None) -> ProcessKind:
-    """The kind of this process, which may be `forked` from one of that kind. `main` of a script knows its own."""
-    if not is_joined(env):
-        return ProcessKind.BY_HAND
-    return (
-        ProcessKind.FORK if forked in (ProcessKind.SCRIPT, ProcessKind.FORK) else ProcessKind.WITHIN
-    )
+def _kind(env: Mapping[str, str]) -> ProcessKind:
+    """The kind of this process. `main` of a script knows its own."""
+    return ProcessKind.WITHIN if is_joined(env) else ProcessKind.BY_HAND
 
 
 class Session:
@@ -151,16 +146,19 @@ def current() -> Session:
     return _current
 
 
-def script_session() -> Session:
+def script_session(*, joins: bool = False) -> Session:
     """The session of this process, connected to the server of its job. Raises JobFailed if that is silent.
 
-    In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls mpiddp is the script.
+    For a rank speaks the process that its agent has started. In its place, one that it has started itself, as with
+    multiprocessing, may join the others, but not only report. In a command of a rank (`mpiddp run -- COMMAND`),
+    the first process that calls mpiddp is the script.
     """
     session, ranks = current(), current().coordinator
     with session._lock:  # the first calls may come from several threads at once
         env = session.env
-        speaks = session.kind in (ProcessKind.SCRIPT, ProcessKind.WITHIN) and CHANNEL in env
-        if ranks.connection or not speaks:
+        is_within = session.kind is ProcessKind.WITHIN and (joins or COMMAND in env)
+        speaks = session.kind is ProcessKind.SCRIPT or is_within
+        if ranks.connection or not (speaks and CHANNEL in env):
             return session
         from mpiddp.runtime.job.connection import AnotherScript, Server
 
@@ -188,7 +186,7 @@ def out_of_the_way(connection: socket.socket, below_limit: int = 64) -> socket.s
 
 def _forget() -> None:
     global _current
-    before, _current = _current, Session(_kind(_current.env, _current.kind))
+    before, _current = _current, Session(_kind(_current.env))
     _current.env = before.env
     before.control = None  # the script may hold the session
     before.coordinator.forget()

@@ -15,7 +15,7 @@ from mpiddp.runtime import at_import
 from mpiddp.runtime.at_import import AtImport
 from mpiddp.runtime.job.coordinator import ChannelLost
 from mpiddp.runtime.job.session import ProcessKind, Session
-from mpiddp.runtime.script import _ahead, _import_ahead, _installed, _message_of_agent
+from mpiddp.runtime.script import _ahead, _import_ahead, _message_of_agent
 from mpiddp.world import World
 
 
@@ -71,35 +71,14 @@ def test_a_finder_that_asks_all_others(monkeypatch):
     assert ends == [True]
 
 
-def lazily(name):
-    """A module that is loaded once something of it is used, as docs.python.org/3/library/importlib.html has it."""
-    spec = importlib.util.find_spec(name)
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_module_that_is_loaded_lazily(tmp_path, monkeypatch):
-    """A look at what a script has imported does not load it."""
-    packages = tmp_path / "site-packages"
-    packages.mkdir()
-    (packages / "lazy_module.py").write_text("import sys; sys.is_loaded = True")
-    monkeypatch.syspath_prepend(packages)
-    before = {*sys.modules}
-    lazily("lazy_module")
-    try:
-        assert _installed(before) == ["lazy_module"]
-        assert not hasattr(sys, "is_loaded")
-    finally:
-        del sys.modules["lazy_module"]
-
-
 def test_what_a_spare_imports():
-    """A package that may have set a variable, or that may have come before one was set, is left to the script."""
-    as_before = _ahead(["package", "torch"], {"A": "1"}, ({"A": "1"}, ["/x"]))
-    assert as_before == {"modules": ["package", "torch"], "variables": {}, "path": ["/x"]}
-    assert _ahead(["package", "torch"], {"A": "1"}, ({"A": "2"}, []))["modules"] == ["torch"]
+    """It has the variables that the script had set or removed before its import."""
+    before = {"A": "2", "C": "3"}, ["/x"]
+    assert _ahead("torch", {"A": "1", "B": "1"}, before) == {
+        "module": "torch",
+        "variables": {"A": "2", "B": None, "C": "3"},
+        "path": ["/x"],
+    }
 
 
 def test_a_folder_that_an_import_adds(tmp_path, monkeypatch):
@@ -108,7 +87,7 @@ def test_a_folder_that_an_import_adds(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     try:
         _import_ahead(
-            {"modules": ["adding_module"], "variables": {}, "path": [str(tmp_path), *sys.path]}
+            {"module": "adding_module", "variables": {}, "path": [str(tmp_path), *sys.path]}
         )
     finally:
         sys.modules.pop("adding_module")

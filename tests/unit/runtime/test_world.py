@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.variables import LAUNCHER, RUN_ID
+from mpiddp.protocol.variables import COMMAND, LAUNCHER, RUN_ID
 from mpiddp.runtime import gpu
 from mpiddp.runtime.program import command_environment
 from mpiddp.runtime.reports import announce
@@ -181,7 +181,7 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher):
     kept = {**TORCH, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
     of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
     env = command_environment(of_mpi | kept)
-    assert env == {**kept, RUN_ID: "a"}
+    assert env == {**kept, RUN_ID: "a", COMMAND: "1"}
     world = World.from_env(env)  # its GPU may be the only one that it sees
     assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (5, 1, True)
     assert World.from_env(env | {LAUNCHER: launcher.name}).launcher.name == launcher.name
