@@ -20,10 +20,10 @@ from typing import Any
 from mpiddp.checkpoints.folders import RunDir
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
-from mpiddp.protocol.sinks import Sink, SinkRun, open_sinks
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.session import current, script_session
 from mpiddp.runtime.rank_log import log, log_to_console
+from mpiddp.sinks import Sink, SinkRun, open_sinks
 from mpiddp.world import World
 
 _SCALARS = (int, float, str, bool, type(None))

@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -32,7 +31,7 @@ from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.program import COMMAND, command_environment, mpi_environment, script_environment
 from mpiddp.runtime.rank import Rank
-from mpiddp.runtime.streams import Input, Stream
+from mpiddp.runtime.streams import Input, Stream, is_readable
 from mpiddp.text import escaped
 
 # A user's signal.py in the working folder, which -c puts first, is not Python's own.
@@ -153,10 +152,17 @@ class Child:
             self._helpers.pids.add(remover.pid)
         return image.command(container, argv), env
 
-    def tell(self, facts: Mapping[str, Any]) -> None:
+    def tell(self, facts: Mapping[str, Any], within_s: float | None = None) -> bool:
+        """Send the script a message. Returns whether it has taken it all within this time."""
         with contextlib.suppress(OSError):
             if self.control is not None:
-                self.control.sendall(json.dumps(facts).encode() + b"\n")
+                self.control.settimeout(within_s)
+                try:
+                    self.control.sendall(json.dumps(facts).encode() + b"\n")
+                    return True
+                finally:
+                    self.control.settimeout(None)
+        return False
 
     def keep_output(self, folder: Path) -> Path:
         """Write the outputs to files of this folder. Returns that of stderr, which will have a traceback."""
@@ -188,14 +194,18 @@ class Child:
 
     def hear(self) -> None:
         """Take the messages of the script."""
-        while self.control is not None and select.select([self.control], [], [], 0)[0]:
+        while self.control is not None and is_readable(self.control):
             chunk = b""
             with contextlib.suppress(OSError):
                 chunk = self.control.recv(1 << 16)
             if not chunk:  # it has ended, or has closed all files
                 self.control.close()
                 self.control = None
-            for line in filter(None, self._lines.split(chunk)):
+            try:
+                lines = self._lines.split(chunk)
+            except ValueError:  # no message: the script has written there itself
+                self._lines, lines = Lines(VALUE_LIMIT), []
+            for line in filter(None, lines):
                 try:
                     facts = json.loads(line)
                     self.messages[facts["type"]] = facts
@@ -219,7 +229,7 @@ class Child:
         self.pass_on(signal.SIGURG)
         deadline = time.monotonic() + _STACK_S
         while self.control and not self._frames and time.monotonic() < deadline:
-            if select.select([self.control], [], [], _WRITTEN_S)[0]:
+            if is_readable(self.control, _WRITTEN_S):
                 time.sleep(_WRITTEN_S)
                 self.hear()
         lines = [
@@ -315,7 +325,11 @@ class Child:
         deadline = time.monotonic() + _HELPERS_S
         while self._alive() and not left and time.monotonic() < deadline:
             time.sleep(_WRITTEN_S)
-        if left or processes.end_all(self._alive, grace_s=0.0):
+        if left := left or processes.end_all(self._alive, grace_s=0.0):
+            names = ", ".join(f"pid {pid} ({processes.command_of(pid)})" for pid in left)
+            self.say(
+                f"{names} cannot be killed: it waits in the kernel, so this host may need a restart."
+            )
             for stream in self.outputs:
                 stream.source.close()
         reap(self._helpers)

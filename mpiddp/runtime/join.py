@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
+from mpiddp import sinks
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
-from mpiddp.protocol import sinks
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET
 from mpiddp.runtime import patches
 from mpiddp.runtime.gpu import limit_threads

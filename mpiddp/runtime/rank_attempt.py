@@ -13,10 +13,10 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from mpiddp import errors
+from mpiddp import errors, sinks
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, NoAnswer, UserError
 from mpiddp.hosts.processes import adopt_orphans
-from mpiddp.protocol import sinks, variables
+from mpiddp.protocol import variables
 from mpiddp.protocol.channel import TEXT_LIMIT, silence_s
 from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.variables import SAVE_GRACE_S
@@ -30,6 +30,7 @@ from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
 from mpiddp.runtime.store_server import StoreServer
 
 _END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker ends its container
+_SPARE_S = 5.0  # in which a hot spare takes a message
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # the loop looks at the clock this often if nothing happens
 
 
@@ -319,7 +320,8 @@ class RankAttempt:
                         spare.start(os.environ)
                         self.spare = spare
                         self.helpers.pids.add(spare.pid)
-                    self.spare.tell({"type": "ahead", **facts["ahead"]})
+                    if not self.spare.tell({"type": "ahead", **facts["ahead"]}, within_s=_SPARE_S):
+                        self.spare.discard()  # somebody has stopped it
             case "mpi":  # no later process of this rank can start MPI
                 self.holds = False
 

@@ -242,8 +242,11 @@ def _run(kind: str, name: str) -> None:
     main_module.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
     content = Path(name).read_bytes()
     if b"\0" in content:  # a zip application, or a compiled file
+        import pkgutil
         import runpy
 
+        if pkgutil.get_importer(name) is not None and not getattr(sys.flags, "safe_path", False):
+            del sys.path[0]  # of an archive, Python does not search the folder
         runpy.run_path(name, run_name="__main__")
         return
     # Keep the `from __future__` imports of this file out of the script.

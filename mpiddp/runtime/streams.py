@@ -30,6 +30,13 @@ _MOST_UNFILED = 1 << 20  # bytes that wait for the name of a folder; the rest is
 _SHORT, _PAUSE_S = 2048, 0.005
 
 
+def is_readable(file: io.FileIO | socket.socket, within_s: float = 0.0) -> bool:
+    """Whether something, or the end, can be read within this time. select(2) fails above file 1,023."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
+
+
 class Stream:
     """A stream of a rank's child. Both its ends are made here. `rank` names the rank and its host."""
 
@@ -43,6 +50,7 @@ class Stream:
         self._file: io.FileIO | None = None
         self._unfiled = bytearray()  # read while there was no file
         self._unsent = bytearray()
+        self._is_amid_line = False  # of the script
         self._has_complained = False
 
     def connect(self, launcher: Server, world: World) -> None:
@@ -58,7 +66,7 @@ class Stream:
 
     def close_if_idle(self) -> None:
         """Read no more if all has been read: the program has ended, and a stranger keeps its stream open."""
-        if not (self.source.closed or self._unsent or select.select([self.source], [], [], 0)[0]):
+        if not (self.source.closed or self._unsent or is_readable(self.source)):
             self.source.close()
 
     def resize(self, terminal: Terminal) -> None:
@@ -81,6 +89,7 @@ class Stream:
             if chunk:
                 self.save(chunk)
                 self._unsent += chunk
+                self._is_amid_line = not chunk.endswith(b"\n")
             else:
                 self.source.close()
         if self.connection is not None and self._unsent:
@@ -106,7 +115,10 @@ class Stream:
 
     def say(self, sentence: str) -> None:
         """Add a line of mpiddp's own, for the launcher to show."""
-        self._unsent += f"mpiddp: {self._rank}: {sentence}\n".encode(errors="backslashreplace")
+        begins = "\n" if self._is_amid_line else ""
+        line = f"{begins}mpiddp: {self._rank}: {sentence}\n"
+        self._unsent += line.encode(errors="backslashreplace")
+        self._is_amid_line = False
 
     def close(self) -> None:
         """Read no more of it, and tell the launcher that it has ended."""

@@ -37,10 +37,10 @@ from mpiddp.launch.plan.options import LaunchOptions, option_parser, variables_o
 from mpiddp.launch.plan.starters import STARTERS
 from mpiddp.launch.run import job
 from mpiddp.protocol import variables
-from mpiddp.protocol.sinks import SINKS
 from mpiddp.runtime.job import coordinator
 from mpiddp.runtime.rank_attempt import State
 from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
+from mpiddp.sinks import SINKS
 from mpiddp.train.train import RECIPES
 from mpiddp.train.trainer import AVERAGE_EVERY
 from mpiddp.watch import detached

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mpiddp import sinks
 from mpiddp.arguments import (
     OneSentenceParser,
     common,
@@ -33,7 +34,7 @@ from mpiddp.hosts.where import named_hosts, refuse_both
 from mpiddp.launch import log
 from mpiddp.launch.plan import entrypoint
 from mpiddp.launch.plan.environment import parse_exports, read_env_file, without_values
-from mpiddp.protocol import sinks, variables
+from mpiddp.protocol import variables
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.orders import Orders
 from mpiddp.protocol.terminal import Terminal

@@ -17,6 +17,7 @@ import json
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -36,6 +37,7 @@ Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
 GRACE_S = 1.0  # once a rank has failed, another one may end by itself in this time
+_CLAIM_S = 30.0  # for the answer to a claim
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
 _LONGEST = 16 * channel.VALUE_LIMIT  # bytes of an answer, which has a value of every rank
 CLAIM = "first failure"  # the key of a claim to have failed first
@@ -147,7 +149,7 @@ class Coordinator:
         if self.exchange is not None or self.world.world_size == 1:
             texts = [text] if self.exchange is None else self.exchange(text)
             return [json.loads(text) for text in texts]
-        options = {
+        options: dict[str, Any] = {
             "key": key or self.unique_prefix("exchange"),
             "timeout_s": timeout_s,
             "or_lost": bool(key),
@@ -178,7 +180,12 @@ class Coordinator:
 
         With `calls`, the news "called" calls the others to it, and a lost rank gives None.
         """
-        options = {"key": key, "timeout_s": timeout_s, "calls": calls, "or_lost": calls}
+        options: dict[str, Any] = {
+            "key": key,
+            "timeout_s": timeout_s,
+            "calls": calls,
+            "or_lost": calls,
+        }
         self.send("gather", json.dumps(value).encode(), **options)
 
     def given(self, key: str, timeout_s: float = 0.0) -> list[Any] | None:
@@ -242,8 +249,8 @@ class Coordinator:
         """
         if self.connection is None:
             return True, ""
-        with contextlib.suppress(ChannelLost):
-            self.ask("claim", key=CLAIM, like=like)
+        with contextlib.suppress(ChannelLost):  # a silent launcher must not keep back the error
+            self.ask("claim", key=CLAIM, like=like, within_s=_CLAIM_S)
         return self.first_failure or (self.world.rank == 0, "")
 
     @property
@@ -279,12 +286,20 @@ class Coordinator:
         return self.code_of_failure or FAILED
 
     def ask(
-        self, kind: str, value: bytes = b"", *, unless_failed: bool = False, **facts: object
+        self,
+        kind: str,
+        value: bytes = b"",
+        *,
+        unless_failed: bool = False,
+        within_s: float | None = None,
+        **facts: object,
     ) -> tuple[dict[str, Any], bytes]:
         """Send a message, and return its answer, which has its key, or else its type.
 
-        Raises ChannelLost if the server has ended, and with `unless_failed` AnotherFailed if a rank has failed.
+        Raises ChannelLost if the server has ended, or has not answered within this time, and with `unless_failed`
+        AnotherFailed if a rank has failed.
         """
+        deadline = None if within_s is None else time.monotonic() + within_s
         key = str(facts.get("key", kind))
         ends_with = {key, CLAIM} if unless_failed else {key}
         # After a failure, the others must not go on with its value.
@@ -292,16 +307,23 @@ class Coordinator:
             self.send(kind, value, **facts)
         with self._changed:
             while not ends_with & self._arrived.keys():
-                if self.is_lost:
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if self.is_lost or left_s == 0.0:
                     raise self.lost()
                 if self._listens:
-                    self._changed.wait()
-                else:
+                    self._changed.wait(left_s)
+                elif self._can_receive(left_s):
                     self.receive()
             if key not in self._arrived:
                 raise AnotherFailed
             # Two threads may claim at once, and wait for one answer.
             return self._arrived[key] if kind == "claim" else self._arrived.pop(key)
+
+    def _can_receive(self, within_s: float | None) -> bool:
+        poll = select.poll()
+        assert self.connection is not None
+        poll.register(self.connection, select.POLLIN)
+        return bool(poll.poll(None if within_s is None else 1000 * within_s))
 
     def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.world.rank} has lost the connection to the other ranks.")

@@ -229,7 +229,7 @@ def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
             same_step = sum(row[0] == step for row in differing.values())
             share = f"{same_step} of {tensors} tensors of that step"
             raise JobFailed(
-                f"two runs of {one[-1][0]} steps from the same start differ: first in step {step}, on rank "
+                f"two runs of {(one or other)[-1][0]} steps from the same start differ: first in step {step}, on rank "
                 f"{rank} on {world.hostname}, in {name} ({share})."
             )
     return tensors

@@ -130,19 +130,19 @@ if len(sys.argv) == 1:
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "of_forks", "of_what_it_starts"),
+    ("how", "kind", "of_what_it_starts"),
     [
-        ([*LAUNCH, "-H", "localhost"], "SCRIPT", "FORK", "WITHIN"),
-        ([*LAUNCH, "-H", "localhost", "--", sys.executable], "WITHIN", "WITHIN", "WITHIN"),
-        ([sys.executable], "BY_HAND", "BY_HAND", "BY_HAND"),
+        ([*LAUNCH, "-H", "localhost"], "SCRIPT", "WITHIN"),
+        ([*LAUNCH, "-H", "localhost", "--", sys.executable], "WITHIN", "WITHIN"),
+        ([sys.executable], "BY_HAND", "BY_HAND"),
     ],
     ids=["a script", "a command", "by hand"],
 )
-def test_what_a_process_is_in_its_job(tmp_path, how, kind, of_forks, of_what_it_starts):
+def test_what_a_process_is_in_its_job(tmp_path, how, kind, of_what_it_starts):
     """A process is by hand, too, if it starts without the id of the job."""
     done = run_command([*how, script(tmp_path, KINDS)])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [kind, of_forks, of_forks, of_what_it_starts, "BY_HAND"]
+    assert done.stdout.split() == [kind, *[of_what_it_starts] * 3, "BY_HAND"]
 
 
 FOLDS_AND_A_GAN = """
@@ -249,7 +249,7 @@ def test_an_end_is_what_wait_says(tmp_path, code):
 
 
 STARTS_PROGRAMS = """
-import os, resource, signal, subprocess, sys, torch, mpiddp
+import os, resource, signal, subprocess, sys, time, torch, mpiddp
 from torch.utils.data import DataLoader
 _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -261,15 +261,25 @@ class Programs:
         os.kill(os.getpid(), signal.SIGUSR1)
         program = subprocess.Popen(["sleep", "1000"])
         program.send_signal([signal.SIGTERM, signal.SIGINT][index])
-        return program.wait()
-print([int(code) for code in DataLoader(Programs(), num_workers=1, worker_init_fn=mpiddp.init_worker)])
+        ends = [program.wait(), os.waitstatus_to_exitcode(os.system("kill -TERM $$"))]
+        for start in (os.fork, lambda: os.posix_spawn("/bin/sleep", ["sleep", "1000"], os.environ)):
+            if (pid := start()) == 0:
+                time.sleep(1000)
+                os._exit(0)
+            os.kill(pid, signal.SIGTERM)
+            ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return torch.tensor(ends)
+workers = DataLoader(Programs(), num_workers=1, worker_init_fn=mpiddp.init_worker)
+print([ends[0].tolist() for ends in workers])
 """
 
 
 def test_programs_of_a_worker_receive_signals(tmp_path):
     """`mpiddp.init_worker` in a rank with many open files."""
     done = run_command([sys.executable, script(tmp_path, STARTS_PROGRAMS)])
-    assert (done.returncode, done.stdout) == (0, "[-15, -2]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[[-15, -15, -15, -15], [-2, -15, -15, -15]]\n"), (
+        done.stderr
+    )
 
 
 WORKERS = """
