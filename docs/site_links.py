@@ -29,6 +29,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
     """Called by mkdocs with the text of each page."""
     if page.file.src_uri == "index.md":
         markdown = f"{readme()}\n#{markdown}"
+    elif page.file.src_uri in ELSEWHERE.values():
+        markdown = markdown.replace("](../docs/", "](")
     return without_links_out(markdown, page.file.src_uri)
 
 
