@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
+from mpiddp.stdlib import own
 from mpiddp.text import FIX, escaped, with_fix
 
 DONE = 0  # every rank ended with exit code 0
@@ -113,9 +114,8 @@ def missing_package(error: BaseException, user: str) -> str:
 
 def _modules_of(error: BaseException) -> list[str]:
     """The modules through which the error came, that of its origin last."""
-    from traceback import walk_tb  # takes 5 ms
-
-    return [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    walk = own("traceback").walk_tb  # takes 5 ms
+    return [str(frame.f_globals.get("__name__")) for frame, _ in walk(error.__traceback__)]
 
 
 def import_package(package: str, user: str) -> ModuleType:
@@ -145,8 +145,7 @@ def _source() -> str:
 
 def fault(error: BaseException) -> str:
     """An error of mpiddp itself, for one line: "ZeroDivisionError: division by zero (pace.py:49)"."""
-    from traceback import extract_tb  # takes 5 ms
-
+    extract_tb = own("traceback").extract_tb  # takes 5 ms
     what = f"{type(error).__name__}: {error}".rstrip(": ")
     (*_, last) = [*extract_tb(error.__traceback__)] or [None]
     return what if last is None else f"{what} ({Path(last.filename).name}:{last.lineno})"

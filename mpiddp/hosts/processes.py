@@ -35,12 +35,6 @@ _V2, _V1 = ("memory.events", "memory.max"), ("memory.oom_control", "memory.limit
 _prctl = ctypes.CDLL(None).prctl
 
 
-def name_process(name: str) -> None:
-    """Name this process, as ps and top show it."""
-    with suppress(OSError):
-        Path("/proc/self/comm").write_text(name, encoding="utf-8")
-
-
 def signal_at_parents_end(number: int) -> None:
     """Let the kernel send this process a signal when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

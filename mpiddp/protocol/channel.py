@@ -30,6 +30,7 @@ After a failure, the launcher may "hold" the ranks: each agent ends its script, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -295,6 +296,12 @@ def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], b
     while chunk := connection.recv(1 << 20):
         for line in lines.split(chunk):
             yield decode(line)
+
+
+def name_process(name: str) -> None:
+    """Name this process, as ps and top show it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name, encoding="utf-8")
 
 
 def state_folder() -> Path:

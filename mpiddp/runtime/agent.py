@@ -16,10 +16,9 @@ from mpiddp.hosts.processes import (
     OPEN_BESIDES,
     allow_open,
     descendants,
-    name_process,
     signal_at_parents_end,
 )
-from mpiddp.protocol.channel import AGENT_NAME
+from mpiddp.protocol.channel import AGENT_NAME, name_process
 from mpiddp.protocol.terminal import give_size
 from mpiddp.runtime.helpers import Helpers
 from mpiddp.runtime.program import MODULE, SCRIPT, parse

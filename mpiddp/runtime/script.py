@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from mpiddp.errors import STOPPED, aid
-from mpiddp.protocol.channel import CHUNK, SPARE_NAME
+from mpiddp.protocol.channel import CHUNK, SPARE_NAME, name_process
 from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
@@ -92,8 +92,6 @@ def _begin(session: Session, control: socket.socket) -> None:
     facts = _message_of_agent(control)
     ahead: list[dict[str, Any]] = []
     while facts["type"] == "ahead":
-        from mpiddp.hosts.processes import name_process  # few scripts need it
-
         name_process(SPARE_NAME)
         _import_ahead(facts)
         ahead.append(facts)

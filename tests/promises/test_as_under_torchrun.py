@@ -809,3 +809,23 @@ def test_one_register_of_failures(here):
     """Ranks that fail alike show one traceback, also if only some of them use mpiddp."""
     done = here.run("launch", *here.where(2), here.script(ONE_REPORTS)).assert_code(1)
     assert done.stderr.count("ValueError: 3 classes\n") == 1
+
+
+def test_modules_of_the_user_s_folder(here):
+    """A module beside the script with a name of Python's own is imported by the script alone, whatever mpiddp uses."""
+    names = ("resource", "numbers", "traceback", "linecache", "shutil")
+    for name in names:
+        file = here.folder / f"{name}.py"
+        file.write_text("import os\nmine = True\nos.write(1, f'imported {__name__}\\n'.encode())\n")
+    fails = here.script("raise ValueError('its own')")
+    done = here.run("launch", *here.where(2), fails, cwd=here.folder).assert_code(1)
+    assert "imported" not in done.stdout
+    assert "ValueError: its own" in done.stderr
+    uses = "import sys\nfor name in sys.argv[1:]:\n    assert __import__(name).mine\n"
+    done = here.run(
+        "launch", *here.where(1), here.script(uses), *names, cwd=here.folder
+    ).assert_ok()
+    assert done.lines == [f"imported {name}" for name in names]
+    fails = here.script("import linecache\nraise ValueError('its own')")
+    done = here.run("launch", *here.where(2), fails, cwd=here.folder).assert_code(1)
+    assert "ValueError: its own" in done.stderr

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpiddp.hosts.processes import name_process
-from mpiddp.protocol.channel import STOP_SIGNALS, STORE_NAME
+from mpiddp.protocol.channel import STOP_SIGNALS, STORE_NAME, name_process
 
 
 def main() -> None:
