@@ -1,4 +1,4 @@
-"""mpiddp: one mpirun starts every rank of a hostfile; torch.distributed trains.
+"""One mpirun starts your PyTorch script on every GPU of several machines.
 
     with mpiddp.process_group() as world:
         model = DistributedDataParallel(Net().to(world.device))

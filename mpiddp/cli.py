@@ -151,7 +151,7 @@ def _usage() -> str:
     table = "\n".join(lines)
     return (
         "usage: mpiddp COMMAND [options]\n\n"
-        "Run a PyTorch script on all GPUs of your machines, with one mpirun.\n"
+        "One mpirun starts your PyTorch script on every GPU of several machines.\n"
         f"{table}\n\n"
         "example: mpiddp launch -H node1:4,node2:4 train.py --lr 0.1\n"
         "See: mpiddp COMMAND --help, mpiddp --version"

@@ -125,10 +125,10 @@ def test_the_states_of_an_attempt_are_those_of_the_code():
     assert [*re.findall(r"\*(\w+)\*", head), "over"] == [state.name.lower() for state in State]
 
 
-def test_the_readme_says_what_was_measured():
-    readme = " ".join((ROOT / "README.md").read_text().split())
+def test_the_page_of_the_training_says_what_was_measured():
+    page = " ".join((ROOT / "docs/train.md").read_text().split())
     table = (ROOT / "docs/evidence/accuracy.md").read_text()
-    for kind, least in re.findall(r"(to|or to) \[?(\d+) %", readme):
+    for kind, least in re.findall(r"(to|or to) \[?(\d+) %", page):
         processor = "without" if kind == "or to" else "with"
         measured = re.findall(
             rf"\| {processor} bf16 \| \d \| ([\d.]+) % \| (\d+) \| ([\d.]*)", table
@@ -139,11 +139,20 @@ def test_the_readme_says_what_was_measured():
             assert float(of_views) >= {"with": 91, "without": 88}[processor]
             assert round(int(cpu_s) / 2 / 60) <= 4
     assert (
-        "trained CIFAR-10 in about four minutes on two CPU cores, [to 89 %](docs/evidence/accuracy.md)"
-        in readme
+        "trained CIFAR-10 in about four minutes on two CPU cores, [to 89 %](evidence/accuracy.md)"
+        in page
     )
-    assert "and 91 % by six views" in readme
-    assert "or to 87 % and 88 % without instructions for bf16" in readme
+    assert "and 91 % by six views" in page
+    assert "or to 87 % and 88 % without instructions for bf16" in page
+
+
+def test_one_sentence_says_what_this_is():
+    """README, the help, the package and the site describe mpiddp alike."""
+    sentence = "One mpirun starts your PyTorch script on every GPU of several machines"
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert readme.startswith(f"# mpiddp {sentence}.")
+    for path in ("pyproject.toml", "mkdocs.yml", "mpiddp/__init__.py", "mpiddp/cli.py"):
+        assert sentence in (ROOT / path).read_text(), path
 
 
 def test_the_recipe_is_the_one_that_was_measured():

@@ -22,8 +22,8 @@ from tests.docs.test_pages import USER_PAGES, blocks, named, prose
 from tests.support.machine import nvidia_smi, tool
 from tests.support.own_script import PLAIN
 from tests.support.patience import PATIENCE_S
-from tests.support.place import Done, Here, Hosts
-from tests.support.ranks import ALL_OUTPUT, ROOT, clean_env
+from tests.support.place import Done, Here, Hosts, program
+from tests.support.ranks import ALL_OUTPUT, ROOT, clean_env, find_mpirun
 
 
 def consoles(page: Path) -> list[str]:
@@ -76,6 +76,33 @@ def test_a_logged_job_ends_with_the_exit_code_of_the_job(tmp_path):
         assert (tmp_path / "train.log").read_text() == "the job has said\n"
     bare = subprocess.run(["bash", "-c", logged[0]], cwd=tmp_path, env={"PATH": path}, check=False)
     assert bare.returncode == 0  # so the page has to say it
+
+
+def test_the_commands_of_the_page_on_mpirun(hosts):
+    """The commands of docs/mpirun.md run on two hosts, from a variable of the launcher to a ResNet."""
+    page = ROOT / "docs/mpirun.md"
+    variables, script, resnet = (
+        shlex.split(block.text.strip()) for block in blocks(page) if block.kind == "sh"
+    )
+    (code,) = (block.text for block in blocks(page) if block.kind == "python")
+    (hosts.folder / "hosts.txt").write_text("node0 slots=2\nnode1 slots=2\n")
+    (hosts.folder / "train.py").write_text(code)
+
+    def run(words: list[str], *more: str) -> Done:
+        there = {"16": "4", "python": sys.executable, "mpirun": find_mpirun()}
+        words = [there.get(word, word) for word in words]
+        as_root = [words[0], "--allow-run-as-root", *words[1:], *more]
+        return hosts.run(*as_root, cwd=hosts.folder).assert_ok()
+
+    said = run([*variables[: variables.index("train.py")], program("reduces.py")]).records
+    assert [one["RANK"] for one in sorted(said, key=lambda one: one["RANK"])] == [0, 1, 2, 3]
+    assert {one["sum"] for one in said} == {10}
+    lines = [line for line in run(script).lines if line.startswith("rank ")]
+    assert sorted(line.partition(":")[0] for line in lines) == [
+        f"rank {rank} of 4 on node{rank // 2}" for rank in range(4)
+    ]
+    small = ("--epochs=1", "--steps-per-epoch=1", "--batch-size=2")
+    assert "train_loss" in run(resnet, *small).stdout
 
 
 MARK = "next command"
