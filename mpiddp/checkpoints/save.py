@@ -297,7 +297,8 @@ class Save:
         folder.mkdir(parents=True, exist_ok=True)
         self.hashes = self.copies.write(folder)
         if run.is_writer:
-            torch.save({"state": self.tree, "ranks": self.ranks}, folder / folders.TREE)
+            # Not by a path: a user does not know the file, so no line at the end is to name it.
+            (folder / folders.TREE).write_bytes(packed({"state": self.tree, "ranks": self.ranks}))
         shard, file = None, folders.shard_of(run.rank)
         if file in self.hashes:
             flush(folder / file)

@@ -104,7 +104,12 @@ MESSAGES: dict[str, dict[str, Any]] = {
     # the CPU time of its process. It may have `shown`, new numbers of the training, by name. `counter` says
     # who counts the steps, see `mpiddp.runtime.job.progress`.
     "progress": {"step": int, "counter": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
-    "saving": {"active": bool},  # whether a save begins, or has ended
+    "saving": {
+        "active": bool
+    },  # whether a save begins, or has ended. It may have the `path` of the file
+    # The script has ended. The last file of torch.save or the like that it has written `age_s` ago, after this step, or
+    # "", and the one that it was writing, or "".
+    "wrote": {"path": str, "step": int, "age_s": _NUMBER, "torn": str},
     "saved": {"path": str},  # of a complete checkpoint
     "not_saved": {"save": str},  # a save has failed on this rank. All ranks call it by one name
     "stacks": {"text": str},

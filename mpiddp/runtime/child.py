@@ -20,12 +20,13 @@ from collections.abc import Mapping
 from functools import cache, partial
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mpiddp import errors
 from mpiddp.errors import DONE, MORE_PROCESSES, cause_of
 from mpiddp.hosts import processes
 from mpiddp.protocol.channel import STOP_SIGNALS, STREAMS, VALUE_LIMIT, Lines, is_shown
-from mpiddp.protocol.variables import CONTAINER_BEGAN, ERROR_FILE
+from mpiddp.protocol.variables import CONTAINER_BEGAN, ERROR_FILE, SAVE_GRACE_S
 from mpiddp.runtime.helpers import Helpers
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
@@ -34,10 +35,14 @@ from mpiddp.runtime.rank import Rank
 from mpiddp.runtime.streams import Input, Stream, is_readable
 from mpiddp.text import escaped
 
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.writes import WritesOfScript
+
 # A user's signal.py in the working folder, which -c puts first, is not Python's own.
 _START = "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; from mpiddp.runtime.script import main; main()"
 # The signals that a rank passes on to its script or its command.
 PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
+_INTERRUPTS = frozenset([*STOP_SIGNALS, signal.SIGQUIT])  # they wait for the end of a write
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
 REMOVES_S = 10.0  # for a runtime to end a container
 _HELPERS_S = 0.5  # the processes of multiprocessing notice in this time that their parent has ended
@@ -76,6 +81,10 @@ class Child:
         self.news: list[dict[str, Any]] = []  # those on which the agent has not acted
         self.passed: set[int] = set()  # the signals that this agent has sent or has to send
         self.control: socket.socket | None = None  # to the script, which may close its end
+        self.writes: WritesOfScript | None = None  # of a script that has imported torch
+        self.waiting: dict[
+            int, float
+        ] = {}  # signals that wait for the end of a write, and since when
         self._lines = Lines(VALUE_LIMIT)  # a message has the variables that the script has set
         self._frames: list[str] = []
         # The kernel's kills for lack of memory in this control group, before the child could cause one.
@@ -195,9 +204,16 @@ class Child:
     def hear(self) -> None:
         """Take the messages of the script."""
         while self.control is not None and is_readable(self.control):
-            chunk = b""
+            chunk, files = b"", list[int]()
             with contextlib.suppress(OSError):
-                chunk = self.control.recv(1 << 16)
+                chunk, files, *_ = socket.recv_fds(
+                    self.control, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC
+                )
+            for file in files:
+                with errors.aid("wait for the script's writes", self.say):
+                    from mpiddp.runtime.job.writes import WritesOfScript  # most commands have none
+
+                    self.writes = WritesOfScript(file)
             if not chunk:  # it has ended, or has closed all files
                 self.control.close()
                 self.control = None
@@ -250,6 +266,28 @@ class Child:
         # In a session without a terminal, the kernel ignores a SIGTSTP that no handler catches.
         if number == signal.SIGTSTP and not processes.catches(self.pid, number):
             number = signal.SIGSTOP
+        if number in _INTERRUPTS and not self.is_command:
+            self.waiting.setdefault(number, time.monotonic())
+            self.pass_on_waiting()
+        else:
+            self._send(number)
+
+    def pass_on_waiting(self) -> None:
+        """Send the script the signals that have waited for the end of its writes, or long enough."""
+        since = min(self.waiting.values(), default=None)
+        if since is None or not (self.may_end() or time.monotonic() > since + SAVE_GRACE_S):
+            return
+        numbers, self.waiting = [*self.waiting], {}
+        for number in numbers:
+            self._send(number)
+        if self.writes is not None:
+            self.writes.go_on()
+
+    def may_end(self) -> bool:
+        """Whether a signal tears no file now. Then the script begins no other one for a moment."""
+        return self.writes is None or not self.runs or self.writes.are_over()
+
+    def _send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self.runs:
                 (os.killpg if self.is_command else os.kill)(self.pid, number)
@@ -300,6 +338,10 @@ class Child:
 
     @property
     def saves(self) -> bool:
+        return self.says_it_saves or bool(self.writes and self.writes.now)
+
+    @property
+    def says_it_saves(self) -> bool:
         return bool(self.messages.get("saving", {}).get("active"))
 
     def close_idle_outputs(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import io
 import os
 import re
 import signal
@@ -19,13 +20,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpiddp.errors import aid, print_error
+from mpiddp.protocol.channel import encode
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
 from mpiddp.runtime.job.progress import BY_OPTIMIZER
@@ -33,6 +35,9 @@ from mpiddp.runtime.job.session import Session, script_session
 from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.text import with_fix
 from mpiddp.world import World
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.writes import Writes
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _ERROR = 2  # the level of torch's log that leaves warnings out
@@ -324,6 +329,89 @@ def optimizer_steps(session: Session) -> None:
     register_optimizer_step_post_hook(count_step)
 
 
+def whole_files(session: Session) -> None:
+    """A file that the script writes is not torn: signals, and the end of a failed job, wait up to 10 minutes for it.
+
+    It counts for files of torch.save, of safetensors, and of torch.distributed.checkpoint, whose waits for other ranks do
+    not count. The agent holds the signals back, so the script's handlers stay as they are. torch.save itself stays the
+    same function, because modules may have it already under a name of their own.
+    """
+    if session.control is None:
+        return
+    import torch
+
+    from mpiddp.runtime.job.writes import Writes, Writing
+
+    writes = Writes(session.progress)
+    writes.share(session.control, encode("writes"))
+    session.writes = writes
+    serialization: Any = torch.serialization
+    open_zip, open_file = serialization._open_zipfile_writer, serialization._open_file_like
+
+    @wraps(open_zip)
+    def open_zip_writer(target: Any) -> Any:
+        if type(target) is not str and isinstance(target, io.BytesIO):
+            return open_zip(target)
+        return Writing(writes, target, open_zip)
+
+    @wraps(open_file)
+    def open_file_like(target: Any, mode: str) -> Any:
+        if "w" not in mode or isinstance(target, io.BytesIO):
+            return open_file(target, mode)
+        return Writing(writes, target, open_file, mode)
+
+    serialization._open_zipfile_writer = open_zip_writer
+    serialization._open_file_like = open_file_like
+    for name, patch in (
+        ("safetensors", _write_safetensors_whole),
+        ("torch.distributed.checkpoint.filesystem", _write_dcp_whole),
+    ):
+        if name in sys.modules:
+            patch(writes)
+        else:
+            sys.meta_path.insert(0, AtImport([name], partial(_then, patch, writes)))
+
+
+@contextmanager
+def _then(patch: Callable[[Writes], None], writes: Writes) -> Iterator[None]:
+    yield
+    with aid(f"patch {whole_files.__name__}"):
+        patch(writes)
+
+
+def _write_safetensors_whole(writes: Writes) -> None:
+    from mpiddp.runtime.job.writes import Writing
+
+    plain = sys.modules["safetensors"].serialize_file
+
+    @wraps(plain)
+    def serialize_file(*args: Any, **kwargs: Any) -> Any:
+        with Writing(writes, args[1] if len(args) > 1 else kwargs.get("filename")):
+            return plain(*args, **kwargs)
+
+    for name, module in [*sys.modules.items()]:  # safetensors.torch may have come first
+        if name.partition(".")[0] == "safetensors" and vars(module).get("serialize_file") is plain:
+            vars(module)["serialize_file"] = serialize_file
+
+
+def _write_dcp_whole(writes: Writes) -> None:
+    filesystem: Any = sys.modules["torch.distributed.checkpoint.filesystem"]
+    for writer in (filesystem.FileSystemWriter, *filesystem.FileSystemWriter.__bases__):
+        for name in {"write_data", "_write_data", "finish"} & vars(writer).keys():
+            setattr(writer, name, _written_whole(vars(writer)[name], writes))
+
+
+def _written_whole(plain: Callable[..., Any], writes: Writes) -> Callable[..., Any]:
+    from mpiddp.runtime.job.writes import Writing
+
+    @wraps(plain)
+    def write(writer: Any, *args: Any, **kwargs: Any) -> Any:
+        with Writing(writes, getattr(writer, "path", "")):
+            return plain(writer, *args, **kwargs)
+
+    return write
+
+
 def no_dns(session: Session) -> None:
     """torch logs the addresses of its connections without names, because DNS may not answer.
 
@@ -357,5 +445,5 @@ def no_dns(session: Session) -> None:
 
 BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder)
 ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal)
-ONCE_TORCH_IS_THERE = (gloo_end, no_dns, store_of_job, waits, optimizer_steps)
+ONCE_TORCH_IS_THERE = (gloo_end, no_dns, store_of_job, waits, optimizer_steps, whole_files)
 IN_A_CALL = (frozen_torch,)

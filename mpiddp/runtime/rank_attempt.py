@@ -32,6 +32,7 @@ from mpiddp.runtime.store_server import StoreServer
 _END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker ends its container
 _SPARE_S = 5.0  # in which a hot spare takes a message
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # the loop looks at the clock this often if nothing happens
+_LONG_WRITE_S = 1.0  # the launcher learns of a write that takes longer
 
 
 class State(Enum):
@@ -72,6 +73,7 @@ class RankAttempt:
             None  # HELD, or OVER because of the others; None: the program decides
         )
         self._is_asked = False  # the launcher has requested a stop
+        self._told_write = ""  # the file of which the launcher knows that the script writes it
         self._code = FAILED  # the exit code of this rank
         self._ends_at: float | None = None  # when a failure elsewhere ends the program
         self._signals: int | None = None  # a file with the signals, once the ranks have met
@@ -86,6 +88,7 @@ class RankAttempt:
         except EndedFromOutside:
             self._end_script()
             self._clear(_END_S if self.child.is_command else 0.0)
+            self._tell_files()
         except BaseException as error:
             ending = ending_of(error)
             self.holds = False  # this process ends
@@ -111,7 +114,10 @@ class RankAttempt:
         if child.is_command or not child.has_begun:
             return
         self._ends_at = time.monotonic()
-        while child.saves and child.runs and time.monotonic() < self._ends_at + SAVE_GRACE_S:
+        save_deadline = self._ends_at + SAVE_GRACE_S
+        while child.runs and time.monotonic() < save_deadline:
+            if not child.saves and child.may_end():
+                break
             self._wait()
         # should_stop() takes SIGTERM for a request, on which the ranks cannot agree any more.
         if "supports_stop" in child.messages:
@@ -119,7 +125,7 @@ class RankAttempt:
         child.pass_on(signal.SIGTERM)
         child.pass_on(signal.SIGCONT)
         deadline = time.monotonic() + self.rank.orders.failed_grace_s
-        while child.runs and time.monotonic() < deadline:
+        while child.runs and time.monotonic() < (save_deadline if child.saves else deadline):
             self._wait()
 
     def _leave(self, *, stops: bool) -> None:
@@ -243,6 +249,7 @@ class RankAttempt:
         if self._next is None and not (self._is_asked or ending.is_failure):
             self._readings.close()  # its tool would be taken for a process that the program has left
             child.name_what_is_left()
+        self._tell_files()
         stops = self._report(ending)
         if self._next is not State.OVER:
             self._code = ending.code
@@ -260,6 +267,36 @@ class RankAttempt:
             self._wait()
             child.close_idle_outputs()
 
+    def _tell_write(self) -> None:
+        """Tell the launcher which file the script writes, if that takes long, or if the script has to end.
+
+        So the launcher waits for it. A script's own `saving()` reaches the launcher without the agent.
+        """
+        child, ranks, path = self.child, self.coordinator, ""
+        if not ranks.has_launcher or child.writes is None:
+            return
+        has_to_end = self._is_asked or self._ends_at or child.waiting
+        write = child.writes.now if child.runs else None
+        if write and (has_to_end or time.monotonic() > write.at + _LONG_WRITE_S):
+            path = write.path or "a file"
+        if path not in ("", self._told_write):
+            ranks.send("saving", active=True, path=path)
+        elif self._told_write and not (path or child.says_it_saves or "stopped" in child.messages):
+            ranks.send("saving", active=False)
+        self._told_write = path
+
+    def _tell_files(self) -> None:
+        """The script has ended. Tell the launcher which file it wrote last, and which one it has torn."""
+        writes = self.child.writes
+        if writes is None or not self.coordinator.has_launcher:
+            return
+        last, now = writes.last, writes.now
+        if last or now:
+            torn, path, step, age_s = now.path if now else "", "", 0, 0.0
+            if last:
+                path, step, age_s = last.path, last.step, time.monotonic() - last.at
+            self.coordinator.send("wrote", path=path, step=step, age_s=age_s, torn=torn)
+
     def _wait(self) -> None:
         """Act on what happens next. Raises EndedFromOutside."""
         child, channel = self.child, self.coordinator
@@ -270,7 +307,8 @@ class RankAttempt:
         for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS))
+        has_to_end = self._ends_at or self._is_asked or child.waiting
+        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if has_to_end else _WAIT_MS))
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
@@ -286,6 +324,8 @@ class RankAttempt:
             self.spare = None
         if connection is not None and connection.fileno() in ready:
             channel.receive()
+        child.pass_on_waiting()
+        self._tell_write()
         self._see_others()
         if self._signals is not None and self._signals in ready:
             for number in os.read(self._signals, 4096):
@@ -304,6 +344,10 @@ class RankAttempt:
             case "stopping":
                 child.passed.add(facts["signal"])
                 self._is_asked = True
+            case "interrupt":
+                child.pass_on(facts["signal"])
+            case "saving":
+                self._told_write = ""  # the launcher has it from the script
             case "unhandled" if self._is_asked and self.state is State.RUNNING:
                 # Until a script calls `should_stop`, only a signal without a handler ends it.
                 child.pass_on(signal.SIGTERM)

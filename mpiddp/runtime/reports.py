@@ -100,9 +100,10 @@ def saving() -> Iterator[None]:
     interrupt. Without `mpiddp launch` it does nothing.
 
         with mpiddp.saving():
-            torch.save(model.state_dict(), path)
+            np.savez(path, **arrays)
 
-    Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints` does this itself.
+    Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints`,
+    `torch.save`, safetensors and torch's DCP do this themselves.
     """
     progress = script_session().progress
     progress.count_saves(1)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+import torch
 
 from tests.support.cluster import Cluster, slurm
 from tests.support.cluster.slurm import Slurm
@@ -360,8 +361,8 @@ def test_ctrl_c_while_torch_imports_numpy(here):
 
 INTERRUPTED_AT_ITS_END = """
 import signal
-from mpiddp.runtime.job.session import Session
-Session._leave = lambda self, serves: signal.raise_signal(signal.SIGINT)
+from mpiddp.runtime.job.leaving import End
+End._leave = lambda self, serves: signal.raise_signal(signal.SIGINT)
 """
 
 
@@ -378,6 +379,153 @@ def test_a_save_outlasts_the_grace_period(here):
     done = ready(here, STOPS, "9", options=("--grace", "5"), ranks=1).signal(signal.SIGTERM).wait()
     assert (done.code, len(saved_steps(done.stdout))) == (75, 1), done.stderr
     assert re.search(r"^mpiddp: .*still saving", done.stderr, re.MULTILINE)
+
+
+# Rank 0 writes last.pt over an earlier one, by the way that its argument names, until the file "go" is there.
+WRITES = """
+import os, signal, sys, threading, time
+import torch
+from pathlib import Path
+from torch import save
+way, end = sys.argv[1:]
+
+class Slow:
+    name = "last.pt"
+    def __init__(self):
+        self.file = open("last.pt", "wb")
+    def write(self, data):
+        if self.file.tell() and not os.path.exists("saving"):
+            Path("saving").touch()
+            print("saving", flush=True)
+        while self.file.tell() and not os.path.exists("go"):
+            time.sleep(0.01)
+        return self.file.write(data)
+    def flush(self):
+        self.file.flush()
+
+torch.distributed.init_process_group("gloo")
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.zeros(1)
+torch.optim.SGD([parameter]).step()
+state = {str(i): torch.ones(1000) for i in range(16)}
+if os.environ["RANK"] == "0":
+    save(state, "last.pt")
+    if way == "in a thread":
+        thread = threading.Thread(target=save, args=(state, Slow()))
+        thread.start()
+        thread.join()
+    else:
+        save(state, Slow(), _use_new_zipfile_serialization=way != "in the old format")
+elif end == "fails":
+    while not os.path.exists("saving"):
+        time.sleep(0.01)
+    raise ValueError("bad sample")
+elif end == "is killed":
+    while not os.path.exists("saving"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.distributed.barrier()
+"""
+LAST_FILE = "The file written last is last.pt (step 1)."
+
+
+def writing(place: Place, way: str, end: str, *, again: bool = False) -> Job:
+    """A job of two ranks that has to end while rank 0 writes last.pt, once its launcher knows both."""
+    script = place.script(WRITES)
+    options = ("--grace", "1", "--failed-grace", "1", "--log-dir", "logs")
+    job = place.start("launch", *options, *place.where(2), script, way, end).until("saving")
+    if number := {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(end):
+        job.signal(number)
+    (record,) = (place.folder / "logs").glob("*/attempt_1.jsonl")
+    ends = '"kind": "stop"' if number else '"kind": "failed"'
+    eventually(lambda: ends in record.read_text() and '"path": "last.pt"' in record.read_text())
+    return job.until("still saving") if number else job
+
+
+@pytest.mark.parametrize(
+    ("way", "end"),
+    [
+        ("by its path", "SIGINT"),
+        ("in a thread", "SIGTERM"),
+        ("in the old format", "fails"),
+        ("in a thread", "is killed"),
+    ],
+)
+def test_a_file_that_is_being_written(here, way, end):
+    """A stop, or the failure of another rank, tears no file that `torch.save` writes, without a line of mpiddp in the
+    script: it waits for the file, up to 10 minutes. The line at the end names the file that was written last."""
+    job = writing(here, way, end)
+    (here.folder / "go").touch()
+    done = job.wait().assert_code(130 if end.startswith("SIG") else 1)
+    assert len(torch.load(here.folder / "last.pt")) == 16
+    assert LAST_FILE in done.stderr
+
+
+SAVES_ANYWHERE = """
+import io, multiprocessing, os, sys
+import torch
+def save(name):
+    torch.save(torch.ones(3), name)
+    return len(torch.load(name))
+if __name__ == "__main__":
+    pool = multiprocessing.get_context("fork").Pool(1)
+    assert pool.map(save, ["of_a_fork"]) == [3]
+    pool.terminate()
+    pool.join()
+    torch.save(1, io.BytesIO())
+    print("saved", save("last.pt"))
+    os.environ["RANK"] = "none"
+    os.closerange(3, 1 << 12)  # the connections to the agent and to the launcher
+    torch.save(torch.ones(3), "later.pt")
+    sys.exit(3)
+"""
+
+
+def test_files_that_are_written_anywhere(here):
+    """A save never fails because of the launcher. One to memory, or in a fork, is not named at the end."""
+    done = here.run("launch", *here.where(1), here.script(SAVES_ANYWHERE)).assert_code(1)
+    assert (done.lines, "Traceback" in done.stderr) == (["saved 3"], False), done.stderr
+    assert "The file written last is later.pt." in done.stderr
+
+
+def test_a_file_that_a_second_signal_tears(here):
+    """A second Ctrl-C kills at once, also while `torch.save` writes a file, and the last line names this file."""
+    job = writing(here, "by its path", "SIGINT")
+    time.sleep(CTRL_C_AGAIN_S)  # sooner, it would count as the same
+    with within(10):
+        done = job.signal(signal.SIGINT).wait().assert_code(130)
+    torn = f"rank 0 on {here.hosts[0]} was writing last.pt, which is torn."
+    assert done.said[-1].endswith(torn), done.stderr
+
+
+DCP = """
+import os, signal, sys, time
+import torch
+import torch.distributed.checkpoint as dcp
+torch.distributed.init_process_group("gloo")
+rank, save = int(os.environ["RANK"]), getattr(dcp, sys.argv[1])
+class Writer(dcp.FileSystemWriter):
+    def write_data(self, plan, planner):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().write_data(plan, planner)
+state = {"model": torch.ones(1000), f"of_{rank}": torch.ones(10)}
+print("saves", flush=True)
+saved = save(state, storage_writer=Writer("checkpoint"))
+if saved is not None:
+    getattr(saved, "result", lambda: None)()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("function", ["save", "async_save"])
+def test_a_rank_killed_in_dcp(here, function):
+    """If a rank is killed during `save` or `async_save` of torch's DCP, the job ends within 20 s: no rank waits for the
+    files of the others."""
+    job = here.start("launch", *here.where(2), here.script(DCP), function).until("saves")
+    with within(20):
+        done = job.wait().assert_code(1)
+    assert f"rank 1 on {here.hosts[0]} was killed by SIGKILL" in done.stderr
 
 
 ONE_DIFFERS = """

@@ -32,7 +32,7 @@ ENDS = frozenset(["done", "exited", "failed", "lost"])
 OF_RANKS = ENDS | {
     *("started", "joining", "log", "announce", "run_dir", "saved", "not_saved", "supports_stop"),
     *("progress", "saving", "stopped", "stacks", "calls", "gpus", "claim", "held"),
-    *("forming", "shadows"),
+    *("forming", "shadows", "wrote"),
 }
 # The acts of the launcher, and the facts of each.
 OF_LAUNCHER: dict[str, tuple[str, ...]] = {

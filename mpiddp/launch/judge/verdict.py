@@ -52,8 +52,13 @@ def verdict(record: Record) -> Outcome:
     mpirun = MpirunEnd(**end.facts) if end else MpirunEnd("mpirun", DONE, was_ended=True)
     first = min(record.failures.values(), key=lambda failure: _began(record, failure), default=None)
     judged = _judge(record, mpirun, first)
+    sentence, newline, rest = judged.sentence.partition("\n")
+    if sentence and judged.code != DONE:
+        sentence += _files(record)
     outcome = judged._replace(
-        sentence=escaped(judged.sentence, keep="\n"),  # it quotes what a rank has printed
+        sentence=escaped(
+            f"{sentence}{newline}{rest}", keep="\n"
+        ),  # it quotes what a rank has printed
         stop=record.stop,
         announcement=record.announcement,
         made_steps=record.made_steps,
@@ -159,6 +164,30 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     elif not record.latest["started"] and len(record.fact("began", "here")) < record.world_size:
         cause, fix = f"{cause} before any rank had started", _CHECK
     return Outcome(FAILED, with_fix(f"the job failed: {cause}.", fix), is_complete=False)
+
+
+def _files(record: Record) -> str:
+    """Sentences about the files that a rank has torn, and about the one that was written last, or ""."""
+    wrote = record.latest["wrote"]
+    torn = {rank: str(event.facts["torn"]) for rank, event in wrote.items() if event.facts["torn"]}
+    for rank, event in record.latest["saving"].items():
+        # An agent that is killed with its script has told the file before.
+        if event.facts["active"] and rank not in (wrote.keys() | record.done.keys()):
+            torn.setdefault(rank, str(event.facts.get("path", "")))
+    texts = [
+        f" {record.name(rank)} was writing {torn[rank]}, which is torn."
+        for rank in sorted(torn)
+        if torn[rank]
+    ]
+    last = max(
+        (event for event in wrote.values() if event.facts["path"] not in ("", *torn.values())),
+        key=lambda event: event.at - event.facts["age_s"],
+        default=None,
+    )
+    if last is not None:
+        step = f" (step {last.facts['step']})" if last.facts["step"] else ""
+        texts.append(f" The file written last is {last.facts['path']}{step}.")
+    return "".join(texts)
 
 
 def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | None:

@@ -24,9 +24,9 @@ PROGRESS_EVERY_S = 0.5
 class Progress:
     """The latest step of this process, the values to show with it, and the saves in flight."""
 
-    def __init__(self, coordinator: Coordinator, tell_agent: Callable[..., None]) -> None:
+    def __init__(self, coordinator: Coordinator, tell_agent: Callable[..., object]) -> None:
         self._coordinator, self._tell_agent = coordinator, tell_agent
-        self._step, self._counter = 0, BY_OPTIMIZER
+        self.step, self._counter = 0, BY_OPTIMIZER  # the latest step, 0 before the first
         self._sent_at = 0.0
         self._shown: dict[str, Any] = {}  # these values have not been sent
         self._saves, self._lock = 0, threading.RLock()
@@ -40,9 +40,9 @@ class Progress:
         Several optimizers may count one step. A launcher that is stopped (Ctrl-Z) reads nothing, and the
         script goes on: while the connection has no room, no step is reported.
         """
-        if counter < self._counter or (counter == BY_OPTIMIZER and step <= self._step):
+        if counter < self._counter or (counter == BY_OPTIMIZER and step <= self.step):
             return
-        self._counter, self._step = counter, step
+        self._counter, self.step = counter, step
         now = time.monotonic()
         if now - self._sent_at < PROGRESS_EVERY_S:
             return

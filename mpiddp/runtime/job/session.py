@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import CHUNK, SCRIPT, encode
@@ -26,6 +26,9 @@ from mpiddp.runtime.job.leaving import End
 from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stopping import StopRequest
 from mpiddp.world import World, is_joined
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.writes import Writes
 
 _HIGH = 4096  # the kernel's table of files grows with the highest number
 _END_S = 2.0  # a thread that reads frames has this time to end
@@ -67,6 +70,7 @@ class Session:
         self.torch_store: object = None  # torch's store, if this process of rank 0 serves it
         self.progress = Progress(self.coordinator, self.tell_agent)
         self.stop = StopRequest(self.coordinator, self.progress, self.tell_agent)
+        self.writes: Writes | None = None  # of a script that has imported torch
         self.end = End(self)
         self._lock = threading.RLock()
         self._reads_frames = threading.Lock()  # a thread holds it while it reads frames
@@ -80,11 +84,14 @@ class Session:
     def is_by_hand(self) -> bool:
         return self.kind is ProcessKind.BY_HAND
 
-    def tell_agent(self, kind: str, **facts: object) -> None:
+    def tell_agent(self, kind: str, **facts: object) -> bool:
+        """Send the agent a message. Returns whether it gets it."""
         if self.control is not None:
             with contextlib.suppress(OSError):  # the script has closed it
                 # It begins a line, because a stack may have been cut before the end of one.
                 self.control.sendall(b"\n" + encode(kind, b"", **facts))
+                return True
+        return False
 
     def ask_agent(self, question: str, **facts: object) -> dict[str, Any]:
         """The answer of the agent, {} if none comes within a second."""
@@ -112,7 +119,9 @@ class Session:
                 # A script without should_stop() would not react to the handler of a request.
                 if signal.getsignal(number) in self.stop.handlers:
                     number = signal.SIGTERM
-                os.kill(os.getpid(), number)
+                # The agent waits for the end of a write. This thread may not: Python runs it too rarely.
+                if self.writes is None or not self.tell_agent("interrupt", signal=number):
+                    os.kill(os.getpid(), number)
             case "stop" | "called":
                 self.stop.is_requested = True
             case "stacks" | "calls" as kind:

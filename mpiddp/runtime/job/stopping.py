@@ -25,7 +25,7 @@ class StopRequest:
     """The state of a requested stop in this process. Its steps are the calls of `should_stop`."""
 
     def __init__(
-        self, ranks: Coordinator, progress: Progress, tell_agent: Callable[[str], None]
+        self, ranks: Coordinator, progress: Progress, tell_agent: Callable[[str], object]
     ) -> None:
         self._ranks, self._progress, self._tell_agent = ranks, progress, tell_agent
         self._changed = threading.Condition()  # its lock: a handler of a signal may call os._exit

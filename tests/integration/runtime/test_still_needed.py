@@ -118,8 +118,9 @@ def test_every_patch_has_its_test():
     }
     others = {patches.crash_stack, patches.stop_signal, patches.no_dns, patches.finalized_mpi}
     others.add(patches.store_of_job)  # tests/promises/test_failures.py, test_later_groups
-    others.add(
-        patches.waits
-    )  # tests/promises/test_hangs.py, tests/data/records/left_the_loop.jsonl
+    # tests/promises/test_hangs.py, tests/data/records/left_the_loop.jsonl
+    others.add(patches.waits)
+    # tests/promises/test_stop.py, test_a_file_that_is_being_written: torch.save alone leaves a torn file
+    others.add(patches.whole_files)
     assert every == OF_PYTHON.keys() | others
     assert len(every) <= 14

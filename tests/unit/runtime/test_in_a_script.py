@@ -4,8 +4,10 @@ import gc
 import importlib
 import importlib.util
 import json
+import os
 import socket
 import sys
+import threading
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 
@@ -13,8 +15,10 @@ import pytest
 
 from mpiddp.runtime import at_import
 from mpiddp.runtime.at_import import AtImport
-from mpiddp.runtime.job.coordinator import ChannelLost
+from mpiddp.runtime.job.coordinator import ChannelLost, Coordinator
+from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.session import ProcessKind, Session
+from mpiddp.runtime.job.writes import Writes, WritesOfScript, Writing
 from mpiddp.runtime.script import _ahead, _import_ahead, _message_of_agent
 from mpiddp.world import World
 
@@ -198,3 +202,43 @@ def test_a_ctrl_c_is_shown_by_rank_0_alone(monkeypatch):
     for session.rank in range(2):
         shown.append(session.end.say(KeyboardInterrupt(), is_printed=True))
     assert shown == [True, False]
+
+
+def test_the_page_of_writes():
+    """The agent sees the writes of all threads, but not those of a fork. Its signal comes before the next write."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writes = Writes(Progress(Coordinator(World(0, 1, 0, 1)), lambda *_: None))
+        writes.share(ours, b"writes\n")
+        _, files, *_ = socket.recv_fds(theirs, 100, 1)
+    of_script = WritesOfScript(*files)
+    assert (of_script.now, of_script.last, of_script.are_over()) == (None, None, True)
+    of_script.go_on()
+    with Writing(writes, "a.pt"):
+        with pytest.raises(OSError, match="full"), Writing(writes, "b.pt"):
+            raise OSError("full")
+        assert (of_script.now.path, of_script.last, of_script.are_over()) == ("a.pt", None, False)
+        with Writing(writes, "c.pt"):
+            assert of_script.now.path == "c.pt"
+        assert (of_script.now.path, of_script.last.path) == ("a.pt", "c.pt")
+        of_script.go_on()
+    assert (of_script.now, of_script.last.path) == (None, "a.pt")
+    if (pid := os.fork()) == 0:
+        with Writing(writes, "of a fork"):
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert (of_script.now, of_script.last.path) == (None, "a.pt")
+
+    assert of_script.are_over()  # the agent is about to send a signal
+    has_begun = threading.Event()
+
+    def write() -> None:
+        with Writing(writes, "d.pt"):
+            has_begun.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert not has_begun.wait(0.05)
+    of_script.go_on()
+    thread.join()
+    assert of_script.last.path == "d.pt"
