@@ -52,6 +52,7 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)).to(device)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)  # a step per epoch
     data, test_data = make_data(1280, seed=1), make_data(512, seed=2)
     sampler = DistributedSampler(data)
     # With a generator of its own, a loader that begins again draws nothing from torch's.
@@ -59,9 +60,14 @@ def main() -> None:
     loader = DataLoader(data, BATCH, sampler=sampler, num_workers=2, generator=own)
     checkpoints = mpiddp.Checkpoints("runs/epochs", every="10m")
     step, steps = 0, EPOCHS * len(loader)  # over all epochs
+    parts = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
     if saved := checkpoints.resume():
-        saved.load_into(model=net, optimizer=optimizer)
+        saved.load_into(**parts)
         step = saved.step
+
+    def save() -> None:
+        checkpoints.save(step, {name: part.state_dict() for name, part in parts.items()})
+
     while step < steps:
         epoch, done = divmod(step, len(loader))
         sampler.set_epoch(epoch)
@@ -73,15 +79,20 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if checkpoints.due(step) or step % len(loader) == 0:
-                states = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-                checkpoints.save(step, states)
+            if step % len(loader) == 0:
+                continue  # the epoch is saved once it is validated
+            if checkpoints.due(step):
+                save()
             if mpiddp.should_stop():
                 return
+        scheduler.step()
         accuracy = validate(net, test_data, device)
         mpiddp.log_metrics(step, accuracy=accuracy)
         if rank == 0:
             print(f"epoch {epoch}: accuracy {accuracy:.4f}", flush=True)
+        save()
+        if mpiddp.should_stop():
+            return
     dist.destroy_process_group()
 
 

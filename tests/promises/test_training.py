@@ -636,6 +636,20 @@ def test_the_loop_of_the_guide(here, script):
     assert unequal(resumed.state, whole.state) == []
 
 
+@pytest.mark.parametrize("script", ["epochs.py", "epochs_on_any_ranks.py"])
+def test_the_drill_of_the_loop(here, script):
+    """After a kill, the loops of the guide go on with the weights and the learning rate of an undisturbed run."""
+    for name in ("epochs.py", "epochs_on_any_ranks.py"):
+        text = (ROOT / "examples" / name).read_text()
+        (here.folder / name).write_text(text.replace('every="10m"', "every=7"))
+    env = installs.environment("transformers")  # it brings tqdm
+    where = (*here.where(2), "--only", "kill", "--seed", "5", "--json")
+    done = here.run("drill", *where, here.folder / script, env=env).assert_ok()
+    [_, killed] = json.loads(done.stdout)["results"]
+    assert (killed["passed"], killed["weights_equal"]) == (True, True)
+    assert killed["steps_lost"] <= 7
+
+
 def test_gpt_example(here):
     """examples/gpt learns a text, and resumes with the same bits."""
     draw = random.Random(0)
