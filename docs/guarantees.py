@@ -82,6 +82,7 @@ _PROMISES = [
     ("checkpoints", "test_run_in_use_is_refused"),
     ("images", "test_a_folder_that_is_lost_with_its_container"),
     ("checkpoints", "test_killed_script_restarts"),
+    ("restarts", "test_restart_args"),
     ("restarts", "test_a_lost_host"),
     ("output", "test_lines_are_whole"),
     ("detached", "test_a_job_outlives_its_terminal_and_its_shell"),

@@ -113,7 +113,9 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
     resume_args, resume = announced.resume_args, None
     can_resume = outcome.code in (FAILED, INTERRUPTED) and (resume_args or announced.checkpoint)
     if outcome.code == STOPPED or can_resume:
-        resume = shlex.join([*report.command, *resume_args])
+        from mpiddp.launch.run.resume import added
+
+        resume = shlex.join(added(report.command, resume_args))
     if resume and outcome.code != FAILED:
         _say_left_out(text.partition("=")[0] for text in options.exports if "=" in text)
         log.info(f"to resume: {resume}")  # the last line, which a user copies
@@ -152,7 +154,7 @@ def launch_function(argv: list[str]) -> int:
         leave_launchers(os.environ)
         options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
         log.is_quiet = options.quiet
-        for name in ("dry_run", "detach", "report", "on_end"):
+        for name in ("dry_run", "detach", "report", "on_end", "restart_args"):
             if getattr(options, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"mpiddp.spawn: {flag} has no place here.", fix="leave it out")

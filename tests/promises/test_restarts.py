@@ -5,6 +5,7 @@ import json
 import operator
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Collection
@@ -16,7 +17,15 @@ import pytest
 from mpiddp.protocol.channel import SPARE_NAME
 from tests.support.cluster import faults
 from tests.support.cluster.program import stat_of
-from tests.support.place import Done, Here, Hosts, Process, eventually, program
+from tests.support.place import (
+    Done,
+    Here,
+    Hosts,
+    Process,
+    eventually,
+    here_and_on_hosts,
+    program,
+)
 from tests.support.ranks import ROOT
 
 STOPPING = ": stopping to restart.\n"
@@ -52,6 +61,102 @@ def test_max_restarts(here, succeeds_at, starts, code):
     assert done.lines == ["3 [] None", *[f"2 ['--resume', 'a b'] {announced}"] * (starts - 1)]
     assert f"(restart {starts - 1} of 2)." in done.stderr
     assert "2 ranks instead of 3; the global batch stays at 12." in done.said
+
+
+SAVES_BY_ITSELF = """
+import argparse, os, signal, time
+from pathlib import Path
+import torch, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--kill-in", type=int)
+parser.add_argument("--wait-for", type=Path)
+parser.add_argument("--resume")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9)
+rank, first = dist.get_rank(), 0
+if args.resume:
+    saved = torch.load(args.resume)
+    net.load_state_dict(saved["net"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = saved["epoch"] + 1
+for epoch in range(first, 4):
+    for step in range(30):
+        loss = net(torch.full((2, 3), epoch + step / 10 + rank)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if epoch == args.kill_in and rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    if rank == 0:
+        print(epoch, loss.item(), flush=True)
+        states = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        torch.save(states, "new.pt")
+        os.rename("new.pt", "last.pt")
+    dist.barrier()
+if args.wait_for:
+    print("waiting", flush=True)
+while args.wait_for and not args.wait_for.exists():
+    optimizer.step()
+    time.sleep(0.01)
+dist.destroy_process_group()
+"""
+ANEW = "anew, because nothing told mpiddp how it resumes (unless it finds its checkpoint itself)."
+
+
+@here_and_on_hosts
+def test_restart_args(place):
+    """With --restart-args, a script with a --resume of its own restarts where it saved, unchanged."""
+    script, resume = place.script(SAVES_BY_ITSELF, "saves.py"), "--resume last.pt"
+    job = ("launch", *place.where(2), "--max-restarts", "1", "--restart-args", resume, script)
+    undisturbed = place.run(*job).assert_ok()
+    (place.folder / "last.pt").unlink()
+    done = place.run(*job, "--kill-in", "2").assert_ok()
+    assert done.lines == undisturbed.lines
+    assert [int(line.split()[-2]) for line in done.lines] == [0, 1, 2, 3]
+    assert " anew" not in done.stderr
+    # Until it has saved, it begins anew, and no command resumes it.
+    (place.folder / "last.pt").unlink()
+    done = place.run(*job, "--kill-in", "0").assert_ok()
+    assert done.lines == undisturbed.lines
+    why = "last.pt of --restart-args is not on"
+    assert f"the script begins anew, because {why} {place.hosts[0]}." in done.said
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_the_command_that_resumes(here, has_saved):
+    """It has the --restart-args once, and only if the script has saved."""
+    script, resume = here.script(SAVES_BY_ITSELF, "saves.py"), ["--resume", "last.pt"]
+    wait = ["--wait-for", "end"]
+    command = ["launch", *here.where(1), "--restart-args", shlex.join(resume), script, *wait]
+    for more in ([], resume) if has_saved else ([],):  # the second has been typed from the first
+        job = here.start(*command, *more).until("waiting")
+        if not has_saved:
+            (here.folder / "last.pt").unlink()
+        last = job.signal(signal.SIGINT).wait().assert_code(130).said[-1]
+        assert last.startswith("to resume: mpiddp launch ") == has_saved
+        assert last.endswith(shlex.join([script, *wait, *resume])) == has_saved
+
+
+def test_a_restart_that_begins_anew(here):
+    """If nothing tells how a script resumes, one line says that a restart begins anew; none with -q."""
+    script, wait = here.script(SAVES_BY_ITSELF, "saves.py"), here.folder / "end"
+    where = (*here.where(2), "--max-restarts", "1")
+    job = here.start("launch", *where, script, "--wait-for", str(wait))
+    job.until(f"mpiddp: a restart would begin {ANEW}")
+    wait.touch()
+    done = job.wait().assert_ok()
+    assert done.stderr.count(ANEW) == 1
+    assert [fix for fix in done.fixes if "--restart-args" in fix]
+    done = here.run("launch", *where, script, "--kill-in", "1").assert_ok()
+    _, restarting, anew, *_ = done.said
+    assert restarting.startswith("restarting on ")
+    assert anew == f"the script begins {ANEW}"
+    assert [line.split()[0] for line in done.lines] == ["0", "0", "1", "2", "3"]
+    assert ANEW not in here.run("launch", "-q", *where, script, "--kill-in", "1").assert_ok().stderr
 
 
 ENDS_LATE = """

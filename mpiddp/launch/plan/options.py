@@ -139,6 +139,9 @@ class LaunchOptions:
         help="time in which all ranks must join (default: 60 s)")
     max_restarts: int = common("--max-restarts", group="when something fails", value="K", parse=whole(0), default=0,
         help="restart a failed job up to K times, from its checkpoint")
+    restart_args: tuple[str, ...] = option("--restart-args", value="ARGS", parse=shell_words, default=(),
+        help="arguments with which a script that announces none resumes, such as '--resume last.pt'; a restart adds "
+        "them once the paths among them exist")
     min_hosts: int | None = common("--min-hosts", value="H", parse=whole(1),
         help="leave out hosts that fail, as long as H hosts remain")
     spares: int = option("--spares", value="K", parse=whole(0), default=0,

@@ -34,6 +34,10 @@ class Past(NamedTuple):
     attempts: int = 0
     failures: int = 0  # they count for --max-restarts
     announced: Announcement = Announcement()
+    resume_args: Sequence[
+        str
+    ] = ()  # the last arguments of the script, from the restart that adds them on
+    made_steps: bool = False
     doubts: Mapping[str, str] = MappingProxyType({})  # by the key of a host, the reason to avoid it
     num_hosts: int = 0  # of the first attempt
     grows: bool = True  # whether a stop for hosts that can join (--grow) may be worth it

@@ -107,7 +107,7 @@ def orders_of(launcher: Launcher, plan: Plan, server: ControlServer) -> Orders:
         umask=umask,
         exported=tuple(plan.request.environment.chosen),
         variables={name: value for name, value in of_attempt.items() if value},
-        args=announced.resume_args,
+        args=plan.past.resume_args,
     )
 
 

@@ -20,7 +20,7 @@ from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
-from mpiddp.launch.judge.events import Outcome, Phase, Stop
+from mpiddp.launch.judge.events import Announcement, Outcome, Phase, Stop
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.run.agents import STOP_AFTER, Agents, Launcher, start
@@ -28,6 +28,13 @@ from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.outcome_file import Report, outcome_of, print_outcome
+from mpiddp.launch.run.resume import (
+    added,
+    anew_sentence,
+    is_known,
+    missing_path,
+    missing_sentence,
+)
 from mpiddp.launch.run.watchers import WATCHERS
 from mpiddp.text import all_of, counted
 
@@ -64,7 +71,7 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
             outcome = outcome._replace(code=FAILED, sentence=lost)
         if logs and outcome.code == BAD_INPUT:
             logs.complains = False
-        return outcome._replace(announcement=job.past.announced)
+        return outcome._replace(announcement=job.announcement_at_end(outcome))
 
 
 class Move(Enum):
@@ -125,6 +132,7 @@ class Job:
         self.past = past._replace(
             attempts=past.attempts + 1,
             announced=past.announced.after(outcome.announcement),
+            made_steps=past.made_steps or outcome.made_steps,
             doubts=doubts,
             num_hosts=past.num_hosts or len(self.plan.hosts.usable),
         )
@@ -184,11 +192,13 @@ class Job:
                 self.plan, self.grown_from = self.grown_from, None
             else:
                 self.plan = self._plan_again()
+            untold = self._resume()
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed, OSError, RuntimeError) as error:
             if move is Move.RESTART:  # a host, or a process, may be usable after the next pause
                 return outcome_of(error)._replace(code=FAILED)
+            untold = ""
             log.error(
                 f"{error}\nThe job goes on with the hosts of the last attempt, which have just worked."
             )
@@ -201,10 +211,46 @@ class Job:
         if self.has_input:
             log.error("rank 0 has read input of stdin, which the restart does not repeat.")
         log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
+        if untold:
+            log.info(untold)
         if announced.global_batch_size is not None and hosts.world_size != announced.world_size:
             ranks = f"{counted(hosts.world_size, 'rank')} instead of {announced.world_size}"
             log.info(f"{ranks}; the global batch stays at {announced.global_batch_size}.")
         return self.attempt()
+
+    def _resume(self) -> str:
+        """Add the arguments that resume the script to the next attempt. Returns a sentence if it begins anew.
+
+        Arguments that a restart has added stay, because the hot spares have them. Raises KeyboardInterrupt
+        and JobFailed.
+        """
+        past = self.past
+        if past.resume_args:
+            return ""
+        args = past.announced.resume_args or self.options.restart_args
+        command = self.options.command
+        args = tuple(added(command, args)[len(command) :])
+        if args and not past.announced.resume_args:
+            with self.launcher.signals.interrupting():
+                path, host = missing_path(args, self.plan)
+            if path:
+                return missing_sentence(path, host)
+        self.past = past._replace(resume_args=args)
+        is_told = is_known(self.plan, past.announced) or not past.made_steps
+        return "" if is_told else anew_sentence("the script begins")
+
+    def announcement_at_end(self, outcome: Outcome) -> Announcement:
+        """The job's announcement, with the arguments that resume it from here on."""
+        announced = self.past.announced
+        args, used = self.options.restart_args, announced.resume_args or self.past.resume_args
+        if not args or used or outcome.code in (DONE, BAD_INPUT):
+            return announced._replace(resume_args=announced.resume_args or args)
+        try:
+            with self.launcher.signals.interrupting():
+                path, _ = missing_path(args, self.plan)
+        except (JobFailed, UserError, OSError, KeyboardInterrupt):
+            return announced
+        return announced if path else announced._replace(resume_args=args)
 
     def _plan_again(self) -> Plan:
         """The plan for the hosts that are listed and usable after a pause.

@@ -21,7 +21,7 @@ from mpiddp.errors import MORE_PROCESSES
 from mpiddp.hosts.processes import room_for
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.launch.judge.calls import last_call_with
-from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
+from mpiddp.launch.judge.events import KINDS, Phase, Record, Stop
 from mpiddp.launch.judge.hangs import (
     find_hang,
     missing_sentence,
@@ -35,6 +35,7 @@ from mpiddp.launch.judge.stragglers import CHRONIC, straggler_sentence, window
 from mpiddp.launch.plan.job_plan import search_once
 from mpiddp.launch.run.attempt import LOOK_S, Attempt, Watcher
 from mpiddp.launch.run.output import OUTPUT_S
+from mpiddp.launch.run.resume import anew_sentence, is_known
 from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.group import Peer
 from mpiddp.protocol.server import Event
@@ -45,6 +46,10 @@ from mpiddp.text import with_fix
 START_TIMEOUT_S = 120.0  # for the first rank to start, and then to join: disk caches may be cold
 _PER_RANK = 4  # processes and threads of an agent, its MPI, and its script
 PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hosts still answer
+UNTOLD_STEPS, UNTOLD_S = (
+    100,
+    60.0,
+)  # the steps, or their time, in which a script tells how it resumes
 _LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
 
 
@@ -379,7 +384,7 @@ class Growth(Watcher):
             return
         if len(record.latest["supports_stop"]) < record.world_size:
             why_not = "not every rank has called mpiddp.should_stop()"
-        elif announced == Announcement():
+        elif not is_known(self.plan, announced):
             why_not = "the script has announced nothing that resumes it (mpiddp.announce)"
         if why_not:
             self.output.log(f"{sentence}, but {why_not}, so the job continues without a restart.")
@@ -388,6 +393,24 @@ class Growth(Watcher):
         number = int(signal.SIGTERM)
         self.attempt.add_act("stop", by=Stop.TO_GROW.name, reason=sentence, signal=number)
         self.server.ask(self.server.connected, "stop", signal=number)
+
+
+class Restarts(Watcher):
+    """With --max-restarts, say once if nothing tells how a restart resumes the script."""
+
+    _began_at = math.inf  # when the first step was reported
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "progress":
+            self._began_at = min(self._began_at, event.at)
+
+    def look(self, now: float) -> None:
+        record, past = self.record, self.plan.past
+        if past.made_steps or not (record.runs and self.plan.options.max_restarts):
+            return  # the restart after those steps has said it
+        is_long = record.newest_step >= UNTOLD_STEPS or now - self._began_at >= UNTOLD_S
+        if is_long and not is_known(self.plan, record.announcement):
+            self.output.log(anew_sentence("a restart would begin"), about="how it resumes")
 
 
 class Functions(Watcher):
@@ -403,5 +426,5 @@ class Functions(Watcher):
 
 WATCHERS: tuple[type[Watcher], ...] = (
     *(RecordFile, Output, LateStart, SilentHosts, Hangs, Peers, Stragglers),
-    *(GraceTime, Viewers, Growth, Functions),
+    *(GraceTime, Viewers, Growth, Restarts, Functions),
 )
