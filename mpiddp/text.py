@@ -25,9 +25,23 @@ def escaped(text: str, *, keep: str = "") -> str:
 FIX = "  fix: "  # the beginning of the line below a sentence, with the command that mends it
 
 
+_typed_hosts = ["HOSTFILE"]  # as the user has typed them for the command of this process
+
+
+def remember_hosts(typed: str) -> None:
+    """Let fixes name the hosts as the user has typed them: "-H node1,node2", a file, or "" for an allocation."""
+    _typed_hosts[:] = [typed]
+
+
+def for_these_hosts(fix: str) -> str:
+    """The fix with the hosts of this process, or a job's rank, in place of the word HOSTFILE."""
+    typed = f" {_typed_hosts[0]}".rstrip()
+    return re.sub(r" HOSTFILE\b", lambda _: typed, fix)
+
+
 def with_fix(sentence: str, fix: str) -> str:
     """The sentence, and below it the command that mends it, or what to change; "" for none."""
-    return f"{sentence}\n{FIX}{fix}" if fix else sentence
+    return f"{sentence}\n{FIX}{for_these_hosts(fix)}" if fix else sentence
 
 
 def parts(text: str) -> list[tuple[str, str]]:

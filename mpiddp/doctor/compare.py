@@ -6,13 +6,23 @@ cannot be read is "unknown", never "ok".
 
 from __future__ import annotations
 
+import errno
+import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
 from mpiddp.hosts.gpus import Gpu
-from mpiddp.text import all_of, differences, keys_by_value, size_text
+from mpiddp.text import (
+    all_of,
+    differences,
+    for_these_hosts,
+    from_here,
+    keys_by_value,
+    size_text,
+)
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 Finding = tuple[str, str, str]  # one of the four words, the fact, and its fix ("" for none)
@@ -36,7 +46,8 @@ class Line:
 
 def results(check: str, findings: Iterable[Finding], ok_text: str) -> list[Line]:
     """The lines of a check, or one line with `ok_text` if it has found nothing."""
-    return [Line(check, *finding) for finding in findings] or [Line(check, OK, ok_text)]
+    lines = [Line(check, status, fact, for_these_hosts(fix)) for status, fact, fix in findings]
+    return lines or [Line(check, OK, ok_text)]
 
 
 def names(facts: Facts) -> Iterator[Finding]:
@@ -115,7 +126,10 @@ def folders(facts: Facts, folders: Sequence[str]) -> Iterator[Finding]:
             if error:
                 fact = f"the folder {path} cannot be used on {name}: {error}"
                 fact += f"; {all_of(others)} can" if others else ""
-                yield FAIL, fact, f"copy or mount it there, or allow it: ls -ld {path}"
+                fix = f"copy or mount it there, or allow it: ls -ld {path}"
+                if os.path.isdir(path) and error == os.strerror(errno.ENOENT):  # noqa: PTH112
+                    fix = f"mpiddp hosts push HOSTFILE {shlex.quote(from_here(path))}, or mount it there"
+                yield FAIL, fact, fix
 
 
 def files(facts: Facts) -> Iterator[Finding]:

@@ -183,7 +183,9 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
                 )
                 if why := _refused_because(*files):
                     return with_fix(f"ssh {host.name}: {why[0]}.", kinit + why[1])
-            return with_fix(error["cause"], error["fix"]).format(*match.groups(), **words)
+            groups = match.groups()
+            cause, fix = (error[name].format(*groups, **words) for name in ("cause", "fix"))
+            return with_fix(cause, fix)
     # A module of PAM says why, before sshd closes the connection. A warning does not say why.
     says_why = [
         line.strip('"').rstrip(".") for line in lines if line and not _SAYS_NOTHING.match(line)

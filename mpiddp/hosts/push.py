@@ -28,6 +28,7 @@ from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from mpiddp import files
 from mpiddp.arguments import Option, whole
@@ -40,11 +41,23 @@ from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.push_image import push_image
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.text import counted, escaped, keys_by_value, shown, size_text, with_fix
+from mpiddp.text import (
+    all_of,
+    counted,
+    escaped,
+    for_these_hosts,
+    from_here,
+    keys_by_value,
+    shown,
+    size_text,
+    with_fix,
+)
 
 # Conda's base, and an interpreter of pyenv, have other environments and downloads in these folders.
 _OTHERS = ("envs", "pkgs")
+_OF_WORK = ("data", "runs")  # a push says that it leaves them out, because a script may read them
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
+_SIZE_S = 0.3  # for the size of one: it may have millions of files
 _REPLACED = ".mpiddp-replaced"
 TRAVELLING = (files, pushed)
 _MOST_LISTED = 1 << 27  # bytes of a list of paths that a host may have written,
@@ -99,12 +112,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     if options.image and ((code := push_image(options.image, hosts)) or not options.folders):
         return code
     folders = [*map(parse_folder, options.folders)]
-    for data in (f"{path}/data" for path in folders if "data" not in options.leave_out):
-        if os.path.lexists(data):  # it may be a data set
-            fix = f"mpiddp hosts push FILE {shlex.quote(data)}"
-            print_error(with_fix(f"{data} is left out.", fix))
     began = time.monotonic()
-    sent, failures = push(
+    sent, failures, note = push(
         hosts.hosts,
         folders or default_folders(str(Path.cwd())),
         left_out=(*LEFT_OUT, *options.leave_out),
@@ -112,7 +121,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         min_hosts=options.min_hosts,
         transport=hosts.transport,
     )
-    for sentence in failures.values():
+    for sentence in (*failures.values(), *filter(None, [note])):
         print_error(sentence)
     sentence = summary(sent, time.monotonic() - began)
     print(sentence if sent or failures else "there is no other host")
@@ -127,7 +136,7 @@ def default_folders(here: str) -> list[str]:
     others = [name for name in _OTHERS if Path(sys.prefix, name).is_dir()]
     if others and sys.prefix == sys.base_prefix and sys.prefix in _environment():
         sentence = f"{sys.prefix} holds other environments ({', '.join(others)})."
-        fix = "activate one of its own, or name folders: mpiddp hosts push FILE FOLDER"
+        fix = "activate one of its own, or name folders: mpiddp hosts push HOSTFILE FOLDER"
         raise UserError(with_fix(sentence, fix))
     package, taken = Path(__file__).parents[2], [Path(here), *map(Path, _environment())]
     taken += [package] if "site-packages" not in package.parts else []
@@ -166,6 +175,14 @@ def summary(sent: Mapping[Host, int], seconds: float) -> str:
     return "\n".join(f"{compress_names(names)}: {text}" for text, names in lines)
 
 
+class Pushed(NamedTuple):
+    """What a push has done."""
+
+    sent: dict[Host, int]  # the bytes that each other host lacked; 0: nothing has changed
+    failures: dict[Host, str]  # a sentence for each host that has not got everything
+    note: str  # what a host lacks because it was left out, with the command that pushes it
+
+
 def push(
     hosts: Sequence[Host],
     folders: Sequence[str],
@@ -174,12 +191,11 @@ def push(
     says_first: bool = False,  # print what it is about to send
     min_hosts: int | None = None,  # so many hosts, with this one, must have them; None: all
     transport: Transport = SSH,
-) -> tuple[dict[Host, int], dict[Host, str]]:
+) -> Pushed:
     """Make the folders of all other hosts as they are here, except for files that no push has sent there.
 
-    The environment becomes the same, even if it lies in another folder. Returns the bytes that each host lacked (0:
-    nothing has changed), and a sentence for each host that has not got everything. Raises `failure_of` if too few
-    hosts can take a push (then nothing is sent), and JobFailed if it has failed on too many.
+    The environment becomes the same, even if it lies in another folder. Raises `failure_of` if too few hosts can
+    take a push (then nothing is sent), and JobFailed if it has failed on too many.
     """
     if (least := min_hosts or len(hosts)) > len(hosts):
         raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
@@ -189,7 +205,13 @@ def push(
             if not any(Path(folder).iterdir()):
                 raise UserError(f"{folder} has nothing to push.")
     others = other_hosts(hosts)
-    prepare = program_that_prints(TRAVELLING, f"prepare({folders!a})")
+    of_work = [f"{folder}/{name}" for folder in folders for name in _OF_WORK]
+    of_work = [
+        path
+        for path in of_work
+        if os.path.isdir(path) and path not in folders  # noqa: PTH112 - False for any error
+    ]
+    prepare = program_that_prints(TRAVELLING, f"prepare({folders!a}, {of_work!a})")
     answers = ask_hosts(others, prepare, transport=transport)
     failures = refusals(answers)
     if len(hosts) - len(failures) < least:
@@ -199,7 +221,7 @@ def push(
     paths = [frozenset(of_folder) for of_folder in listed] if others else []
 
     def send(host: Host) -> int | str:
-        parts = zip(folders, paths, answers[host].value, strict=True)
+        parts = zip(folders, paths, answers[host].value["sent"], strict=True)
         try:
             return sum(_send(host, *part, left_out, transport) for part in parts)
         except JobFailed as failed:
@@ -213,7 +235,31 @@ def push(
     failures |= {host: why for host, why in results.items() if isinstance(why, str)}
     if len(hosts) - len(failures) < least:
         raise JobFailed("\n".join(failures.values()))
-    return {host: size for host, size in results.items() if isinstance(size, int)}, failures
+    lacking = {path for host in ready for path in answers[host].value["lacks"]}
+    sent = {host: size for host, size in results.items() if isinstance(size, int)}
+    return Pushed(sent, failures, _note([path for path in of_work if path in lacking]))
+
+
+def _note(left_out: Sequence[str]) -> str:
+    """What was left out, and the command that pushes it; "" for nothing."""
+    if not left_out:
+        return ""
+    paths = [from_here(path) for path in left_out]
+    named = [f"{path}/ ({_size(path)})" for path in paths]
+    command = for_these_hosts(f"mpiddp hosts push HOSTFILE {shlex.join(paths)}")
+    return f"left out: {all_of(named)}. To push {'it' if len(paths) == 1 else 'them'}: {command}"
+
+
+def _size(folder: str) -> str:
+    """The size of a folder, or of the part of it that can be read in a moment."""
+    size, until = 0, time.monotonic() + _SIZE_S
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # it is deleted meanwhile
+                size += os.lstat(f"{place}/{name}").st_size
+            if time.monotonic() > until:
+                return f"more than {size_text(size)}"
+    return size_text(size)
 
 
 def refuse_home(folder: Path, expected: str) -> None:

@@ -42,8 +42,9 @@ def grown(folder: str, files: Sequence[tuple[str, int, str]]) -> list[str]:
     return [name for name, is_equal in facts if is_equal]
 
 
-def prepare(folders: Sequence[str]) -> str | list[str]:
-    """Make these folders. Returns the packed paths that pushes have sent to each, or why no push is taken."""
+def prepare(folders: Sequence[str], left_out: Sequence[str] = ()) -> str | dict[str, list[str]]:
+    """Make these folders. Returns why no push is taken, or the packed paths that pushes have `sent` to each, and
+    which paths of `left_out` this host lacks (`lacks`)."""
     sent = [""] * len(folders)
     if why_not := _why_not():
         return why_not
@@ -54,7 +55,7 @@ def prepare(folders: Sequence[str]) -> str | list[str]:
             return f"{folder}: {error.strerror}."
         with suppress(OSError, ValueError):  # nothing has been sent yet
             sent[number] = read_limited(folder / SENT, _LONGEST_LIST, is_ours=True).decode("ascii")
-    return sent
+    return {"sent": sent, "lacks": [path for path in left_out if not Path(path).exists()]}
 
 
 def _why_not() -> str:

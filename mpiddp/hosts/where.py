@@ -13,6 +13,7 @@ import argparse
 import os
 import pwd
 import re
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.hostfile import Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.transport import SSH
+from mpiddp.text import remember_hosts
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
@@ -83,6 +85,8 @@ def named_hosts(
     cannot be read, and JobFailed if a machine failed.
     """
     hosts: Hosts | None
+    if (typed := _typed(hostfile, host_list)) is not None:
+        remember_hosts(typed)
     if hostfile is not None:
         is_file = os.path.isfile(hostfile)  # noqa: PTH113 - False for any error
         hosts = (read_hostfile if is_file else _read_once)(hostfile)
@@ -93,9 +97,18 @@ def named_hosts(
         hosts = parse_host_list(host_list)
     else:
         hosts = find_allocation(env)
+        if hosts is not None:
+            remember_hosts("")  # `mpiddp hosts` takes the same
     return hosts and replace(
         _told_apart(hosts), transport=hosts.transport._replace(login_s=login_s)
     )
+
+
+def _typed(hostfile: str | None, host_list: str | None) -> str | None:
+    """The hosts for another command line; None if there are none, or if they come from a pipe."""
+    if hostfile is not None:
+        return None if hostfile.startswith(("/dev/", "/proc/")) else shlex.quote(hostfile)
+    return None if host_list is None else f"-H {shlex.quote(host_list)}"
 
 
 def _told_apart(hosts: Hosts) -> Hosts:

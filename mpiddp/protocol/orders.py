@@ -32,6 +32,7 @@ class Orders(NamedTuple):
     exported: Sequence[str] = ()  # the names of the variables that the user has given with -x
     variables: Mapping[str, str] = MappingProxyType({})  # more variables, of this attempt alone
     args: Sequence[str] = ()  # the last arguments of the program
+    hosts: str = "HOSTFILE"  # of the job, as the user has typed them, for fixes
     image: str | None = None  # in which the program runs, "docker://NAME"
     mounts: Sequence[
         str

@@ -18,6 +18,7 @@ from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.program import Program
+from mpiddp.text import remember_hosts
 from mpiddp.world import World, set_by_launchers
 
 _GPUS_S = 5.0  # a look at the GPUs before the next attempt takes at most this long
@@ -58,6 +59,7 @@ class Rank(NamedTuple):
             mpi = set_by_launchers(env)
             env |= {n: taken[n] for n in taken if n not in env or not n.startswith(mpi)}
         orders = Orders.unpacked(env.pop(variables.ORDERS, ""))
+        remember_hosts(orders.hosts)
         if not orders.address:
             env.pop(variables.JOB, None)
         if orders.umask is not None:

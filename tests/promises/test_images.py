@@ -80,7 +80,7 @@ def test_an_image_is_pushed(hosts, cluster):
     for why in ("image not known", "is another image"):
         done = hosts.run(*launch).assert_code(2)
         assert why in done.said[0]
-        assert done.fixes == [f"mpiddp hosts push HOSTFILE --image {IMAGE}"]
+        assert done.fixes == [f"mpiddp hosts push -H node0:1,node1:1 --image {IMAGE}"]
         push = ("hosts", "push", "-H", "node0,node1", "--image", IMAGE)
         assert hosts.run(*push).assert_ok().lines == [f"node1: has {IMAGE} now"]
         assert hosts.run(*push).assert_ok().lines == ["node1: nothing has changed"]
@@ -107,7 +107,9 @@ def test_the_program_that_has_the_image(hosts):
         assert done.assert_ok().lines == ["of the image"] * 2
         done = hosts.run(*launch, "no/image", "--", "true", env={"PATH": path}).assert_code(2)
         answers = "docker" if docker == SERVICE else "podman"
-        assert {*done.fixes} == {f"mpiddp hosts push HOSTFILE --image {answers}://no/image"}
+        assert {*done.fixes} == {
+            f"mpiddp hosts push -H node0:1,node1:1 --image {answers}://no/image"
+        }
     path = tool(hosts.folder, "docker", NO_SERVICE)
     done = hosts.run(*launch, f"docker://{name}", "--", "true", env={"PATH": path}).assert_code(2)
     assert "Cannot connect to the Docker daemon" in done.said[0]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -406,10 +407,43 @@ def test_a_script_that_a_host_lacks(hosts):
         hosts[name].path(folder).mkdir()
     hosts["node0"].path(f"{folder}/train.py").write_text("print(1)\n")
     done = hosts.run(*launch, "train.py", cwd=folder)
-    copy = "mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
+    copy = "mpiddp launch --push …, or mpiddp hosts push -H node0:1,node1:1"
     assert (done.code, done.said, done.fixes) == (2, ["node1: train.py is missing."], [copy])
     done = hosts.run(*launch, "--push", "train.py", cwd=folder)
     assert done.assert_ok().stdout == "1\n1\n"
+
+
+READS_DATA = """
+import os
+print(open("data/train").read() + open(os.path.abspath("words.txt")).read())
+"""
+
+
+def test_a_file_that_is_here_alone(hosts):
+    """A push says what it leaves out. A script that misses a file there names the command that pushes it."""
+    folder, where = "/run/tmp/reads", "-H node0:1,node1:1"
+    for name in ("node0", "node1"):
+        hosts[name].path(folder).mkdir()
+    here, there = (hosts[name].path(folder) for name in ("node0", "node1"))
+    (here / "train.py").write_text(READS_DATA)
+    (here / "words.txt").write_text("b")
+    (here / "data").mkdir()
+    (here / "data/train").write_text("a")
+    launch, push = ("launch", *where.split()), f"mpiddp hosts push {where}"
+    done = hosts.run(*launch, "--push", "train.py", cwd=folder).assert_code(1)
+    assert f"left out: data/ (1 B). To push it: {push} data" in done.said
+    assert "data/train is on this host, and not on node1." in done.said
+    assert done.fixes == [f"{push} data"]
+    hosts.run(*shlex.split(done.fixes[0])[1:], cwd=folder).assert_ok()
+    (there / "words.txt").unlink()
+    done = hosts.run(*launch, "train.py", cwd=folder).assert_code(1)
+    assert done.fixes == [push]
+    done = hosts.run(*shlex.split(push)[1:], cwd=folder).assert_ok()
+    assert "left out" not in done.stderr
+    hosts.run(*launch, "train.py", cwd=folder).assert_ok()
+    nowhere = "import os; int(os.environ['RANK']) and open('/none')"
+    done = hosts.run(*launch, "--", sys.executable, "-c", nowhere, cwd=folder).assert_code(1)
+    assert done.fixes == ["Use an absolute path that every host has."]
 
 
 def test_a_file_that_is_gone(hosts):

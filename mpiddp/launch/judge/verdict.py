@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, fault
 from mpiddp.launch.judge.events import (
@@ -87,7 +89,10 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
     blames, sentence = "", ""
     try:
         if culprit or printed:
-            blames, sentence = known_cause(culprit, printed)
+            here = record.fact("began", "here")
+            is_elsewhere = culprit is not None and culprit.rank not in here
+            other_host = record.host_of(culprit.rank) if culprit and is_elsewhere else ""
+            blames, sentence = known_cause(culprit, printed, other_host)
     except (
         Exception
     ) as error:  # it loads the table: the installation may have changed, or no open file is left
@@ -399,11 +404,34 @@ def _lack_of_memory(record: Record, first: Event) -> str:
     )
 
 
-def known_cause(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tuple[str, str]:
+def _push_of_missing(error: str) -> tuple[str, str]:
+    """The path that an error misses, and the command that pushes it; "" if this host lacks it, too."""
+    named = re.search(r"\[Errno 2\].*: b?(['\"])(.+?)\1$|can't open file (['\"])(.+?)\3", error)
+    path = Path(named[2] or named[4]) if named else Path("/")
+    try:
+        whole, here = path.absolute(), Path.cwd()
+        is_ours = whole.exists() and not Path.home().is_relative_to(whole.parent)
+    except (OSError, RuntimeError, ValueError):
+        return "", ""
+    if not is_ours:
+        return "", ""
+    folder = str(whole if whole.is_dir() else whole.parent)
+    if whole.is_relative_to(here):  # of this folder, its entry is enough
+        entry = whole.relative_to(here).parts[:1]
+        folder = "".join(entry) if (here / Path(*entry)).is_dir() else ""
+    return str(path), " ".join(
+        ["mpiddp hosts push HOSTFILE", *([shlex.quote(folder)] if folder else [])]
+    )
+
+
+def known_cause(
+    first: Event | None, printed: Mapping[int, Sequence[str]], other_host: str = ""
+) -> tuple[str, str]:
     """Whom the table of failures blames for the end of the job, and the sentence of its row; "" if it has none.
 
     `printed` has the last lines on stderr, by rank. The words of the rank that failed first count before the
     words of the others. If it failed with an exception that is in no row, this exception is the cause.
+    `other_host` is its host, if that is not this machine, which may have the file that is missing there.
     """
     from mpiddp.explain.explain import explain  # takes some 50 ms
     from mpiddp.explain.failures import Weight
@@ -422,6 +450,10 @@ def known_cause(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tu
     # The error line above has the whole error, so quote only the words of the row in it.
     line = next((text for text in row.says if text in error), explanation.line)
     sentence = f'"{line}" has a known cause. {row.program}: {row.cause}'
+    if other_host and row.id == "python-file-missing":
+        path, fix = _push_of_missing(explanation.line)
+        if fix:
+            return row.blames, with_fix(f"{path} is on this host, and not on {other_host}.", fix)
     fix = explanation.fix.replace("/path/to/python", sys.executable)  # all ranks run this one
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     if (

@@ -218,11 +218,13 @@ def _push(named: Hosts, folder: str, least: int) -> None:
     from mpiddp.hosts import push  # few jobs need it
 
     began_at, folders = time.monotonic(), push.default_folders(folder)
-    files, failures = push.push(named.usable, folders, min_hosts=least, transport=named.transport)
-    for sentence in failures.values():
+    pushed = push.push(named.usable, folders, min_hosts=least, transport=named.transport)
+    for sentence in pushed.failures.values():
         log.error(f"not pushed: {sentence}")
-    if any(files.values()):
-        log.info(push.summary(files, time.monotonic() - began_at).replace("\n", "; "))
+    if any(pushed.sent.values()):
+        log.info(push.summary(pushed.sent, time.monotonic() - began_at).replace("\n", "; "))
+    if pushed.note:
+        log.info(pushed.note)
 
 
 def run_preflight(

@@ -29,6 +29,7 @@ from mpiddp.launch.run.output import JobOutput
 from mpiddp.protocol import variables
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.orders import Orders
+from mpiddp.text import for_these_hosts
 
 STOP_AFTER = "--stop-after"  # a reason to stop
 LEAST_SILENCE_S = 3.0  # a shorter silence is no sign: the kernel asks a host once a second
@@ -108,6 +109,7 @@ def orders_of(launcher: Launcher, plan: Plan, server: ControlServer) -> Orders:
         exported=tuple(plan.request.environment.chosen),
         variables={name: value for name, value in of_attempt.items() if value},
         args=plan.past.resume_args,
+        hosts=for_these_hosts(" HOSTFILE").strip(),
     )
 
 

@@ -28,14 +28,14 @@ def test_a_list_of_another_hand_is_none(tmp_path):
     """In a folder that others may write, nobody waits for a pipe, and another user's list removes no file."""
     kept = tmp_path / pushed.SENT
     kept.write_text("list")
-    assert pushed.prepare([str(tmp_path)]) == ["list"]
+    assert pushed.prepare([str(tmp_path)])["sent"] == ["list"]
     if os.geteuid() == 0:  # others may give no file away
         os.chown(kept, 60_001, -1)
-        assert pushed.prepare([str(tmp_path)]) == [""]
+        assert pushed.prepare([str(tmp_path)])["sent"] == [""]
         assert read_limited(kept, 4) == b"list"
     kept.unlink()
     os.mkfifo(kept)
-    assert pushed.prepare([str(tmp_path)]) == [""]
+    assert pushed.prepare([str(tmp_path)])["sent"] == [""]
 
 
 @pytest.mark.parametrize(
