@@ -30,6 +30,7 @@ class Orders(NamedTuple):
     failed_grace_s: float = 3.0  # after a failure elsewhere, the script has this time after SIGTERM
     umask: int | None = None  # of the launcher, because ssh carries none
     exported: Sequence[str] = ()  # the names of the variables that the user has given with -x
+    mpi_variables: bool = False  # the program also finds Open MPI's variables of its rank
     variables: Mapping[str, str] = MappingProxyType({})  # more variables, of this attempt alone
     args: Sequence[str] = ()  # the last arguments of the program
     hosts: str = "HOSTFILE"  # of the job, as the user has typed them, for fixes

@@ -104,9 +104,9 @@ class Child:
         argv, passed = [program.name, *program.args], list[int]()
         launcher = self._rank.world.launcher.name
         if self.is_command:
-            env = command_environment(variables, launcher, self._rank.orders.exported)
+            env = command_environment(variables, launcher, self._rank.kept)
         else:
-            env = script_environment(variables, launcher, self._rank.orders.exported)
+            env = script_environment(variables, launcher, self._rank.kept)
             argv = [*self._rank.python, "-c", _START, str(theirs.fileno()), program.kind, *argv]
             passed = [theirs.fileno()]
             if "PMI_FD" in variables:  # MPICH's, for a script that uses MPI
@@ -155,7 +155,7 @@ class Child:
             Path(error_file).touch(0o600)
             mounts = (*mounts, error_file)
         env = {**env, CONTAINER_BEGAN: str(time.time())}
-        container, env = container_of(name, mounts, env, orders.exported)
+        container, env = container_of(name, mounts, env, self._rank.kept)
         if (remover := image.remover(name, env)) is not None:
             self._remover = remover
             self._helpers.pids.add(remover.pid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.program import Program
 from mpiddp.text import remember_hosts
-from mpiddp.world import World, set_by_launchers
+from mpiddp.world import RANK_SOURCES, World, set_by_launchers
 
 _GPUS_S = 5.0  # a look at the GPUs before the next attempt takes at most this long
 
@@ -93,6 +93,12 @@ class Rank(NamedTuple):
     def program(self) -> Program:
         return self.command._replace(args=(*self.command.args, *self.orders.args))
 
+    @property
+    def kept(self) -> Sequence[str]:
+        """The names of variables that its program gets, although an MPI may set them."""
+        of_mpi = variables_of_open_mpi(self.world) if self.orders.mpi_variables else ()
+        return (*self.orders.exported, *of_mpi)
+
     def next(self, orders: Orders) -> Rank:
         """The rank in the next attempt, by the orders for it, which have no key."""
         rank = self._replace(orders=orders._replace(key=next_key(self.orders.key)), private_file="")
@@ -104,6 +110,13 @@ class Rank(NamedTuple):
         if terminal.has_prefix:
             terminal = terminal.behind(prefix_of(self.world.rank, self.world.hostname))
         return self._replace(orders=self.orders._replace(terminal=terminal))
+
+
+def variables_of_open_mpi(world: World) -> dict[str, str]:
+    """The four variables of Open MPI with which a script reads its rank. No library joins an MPI by them alone."""
+    (names,) = (row.variables for row in RANK_SOURCES if row.name == "openmpi")
+    values = world.rank, world.world_size, world.local_rank, world.local_world_size
+    return {name: str(value) for name, value in zip(names, values, strict=True)}
 
 
 def variables_of_script(ranks: Coordinator, error_file: Path) -> dict[str, str]:

@@ -26,7 +26,12 @@ from mpiddp.runtime.helpers import Helpers
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import CLAIM, GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
-from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
+from mpiddp.runtime.rank import (
+    Rank,
+    variables_of_open_mpi,
+    variables_of_script,
+    wrong_with_host,
+)
 from mpiddp.runtime.store_server import StoreServer
 
 _END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker ends its container
@@ -201,6 +206,7 @@ class RankAttempt:
         self._signals, self.state = caught_signals(), State.RUNNING
         ranks = self.coordinator
         env = {**met.variables, **variables_of_script(ranks, self._error_file)}
+        env |= variables_of_open_mpi(ranks.world) if rank.orders.mpi_variables else {}
         os.environ.update(env)
         self._join(joining_timeout_s())
         self.store.take(met.sockets, ranks.world.world_size, is_needed=not child.is_command)

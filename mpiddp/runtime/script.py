@@ -199,11 +199,12 @@ def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[No
     """Let the script start MPI as the rank of its mpirun. No later process of this rank can do so."""
     session.starting_mpi = nullcontext
     session.tell_agent("mpi")
+    before = {name: os.environ.get(name) for name in variables}  # a few, with --mpi-variables
     os.environ.update(variables)
     yield
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
-        _set(dict.fromkeys(variables))
+        _set(before)
 
 
 def _message_of_agent(control: socket.socket) -> dict[str, Any]:

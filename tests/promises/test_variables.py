@@ -25,7 +25,7 @@ from tests.support.cluster import faults
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import TWO_GPUS, executable, reserved, tool
-from tests.support.place import MPIS, eventually, every_mpi, every_mpi_on_hosts, program
+from tests.support.place import MPIS, eventually, every_mpi, every_mpi_on_hosts, program, two_mpis
 from tests.support.ranks import ROOT, mpirun_command
 
 GOLDEN = ROOT / "tests" / "data" / "command_lines.txt"
@@ -64,6 +64,44 @@ def test_names_like_those_of_a_scheduler_or_an_mpi(place, mpi):
     env = dict.fromkeys(names, "1")
     done = place.run("launch", "--log-ranks", "all", *job, env=env, mpi=mpi).assert_ok()
     assert [rank["found"] for rank in done.records] == [env | dict.fromkeys(typed, "1")] * 2
+
+
+READS_OPEN_MPIS = """
+import os, subprocess, sys
+import torch, torch.distributed as dist
+ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+theirs = [f"OMPI_COMM_WORLD_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+def check():
+    found = {name for name in os.environ if name.startswith(("OMPI_COMM", "PMI"))}
+    assert found == {*theirs}, found
+    assert [os.environ[name] for name in ours] == [os.environ[name] for name in theirs]
+check()
+dist.init_process_group("gloo")
+dist.all_reduce(number := torch.ones(1))
+from mpi4py import MPI
+check()
+alone = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+child = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True)
+print(int(number), MPI.COMM_WORLD.allreduce(1), child.stdout.strip(), flush=True)
+"""
+
+
+@two_mpis
+def test_mpi_variables(here, mpi):
+    """With --mpi-variables, a script finds Open MPI's four variables of its rank. No child joins an MPI by them."""
+    launch = ("launch", *here.where(2), "--log-ranks", "all", "--mpi-variables")
+    done = here.run(*launch, here.script(READS_OPEN_MPIS), mpi=mpi).assert_ok()
+    assert sorted(line.split("] ")[-1].strip() for line in done.lines) == ["2 2 1"] * 2
+    words = "echo $RANK $OMPI_COMM_WORLD_RANK of $OMPI_COMM_WORLD_SIZE $PMIX_RANK$PMI_RANK"
+    done = here.run(*launch, "--", "sh", "-c", words, mpi=mpi).assert_ok()
+    ranks = sorted(line.split("] ")[-1].strip() for line in done.lines)
+    assert ranks == ["0 0 of 2", "1 1 of 2"]
+    inner = ("--", sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2")
+    done = here.run("launch", *here.where(1), "--mpi-variables", *inner, "--", "sh", "-c", words)
+    assert sorted(line.split("] ")[-1].strip() for line in done.assert_ok().lines) == [
+        "0 of",
+        "1 of",
+    ]
 
 
 def test_the_options_of_a_hostfile(hosts):

@@ -45,6 +45,9 @@ store.wait(['default_pg/0//cpu//0/rank_1'], s(seconds=1))"; }
 torch-master-unresolved() { alone python -c "$IMPORTS
 dist.TCPStore('gpu01.cluster', 29500, 2, False, timeout=s(seconds=2))"; }
 torch-variable-missing() { one "dist.init_process_group('gloo')"; }
+# the torchvision of the default index, beside a torch for CPUs of another one
+torch-vision-build() { python -m pip install -q --no-deps --target "$SCRATCH/other" torchvision &> /dev/null
+  PYTHONPATH="$SCRATCH/other:$ROOT" one "import torchvision"; }
 torch-no-group() { one "print(dist.get_rank())"; }
 torch-store-unreachable.torchrun() { alone bash -c 'echo pass > /dev/null; torchrun --nnodes 2 --rdzv-backend c10d \
   --rdzv-endpoint 127.0.0.2:29501 --rdzv-conf is_host=0,timeout=3 -m this'; }
@@ -138,6 +141,8 @@ system-killed.intelmpi() { intel -n 2 bash -c 'kill -9 $$'; }
 mpi-program-missing.intelmpi() { intel -n 1 pyhton train.py; }
 mpi-host-not-started.intelmpi() { PATH=$ROOT/.mpi/intelmpi/bin:$PATH alone "$ROOT/.mpi/intelmpi/bin/mpirun" -hosts 127.0.0.9 hostname; }
 python-library-missing.mpi() { MPI4PY_LIBMPI=/no/libmpi.so.12 python -c 'from mpi4py import MPI'; }
+mpi-rank-variable() { one 'import os; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])'; }
+slurm-rank-variable() { one 'import os; rank = int(os.environ["SLURM_PROCID"])'; }
 mpi-other-library() { MPI4PY_LIBMPI=$ROOT/.mpi/mpich/lib/libmpi.so.12 openmpi5 -n 2 python -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.size)'; mpich -n 2 python -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.size)'; }
 
 # ---- Python and the system

@@ -128,6 +128,8 @@ class LaunchOptions:
         help="variables from a file of lines NAME=VALUE (repeatable)")
     mpi_args: tuple[str, ...] = option("--mpi-args", value="ARGS", parse=_mpi_args, repeats=True,
         help="options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
+    mpi_variables: bool = option("--mpi-variables",
+        help="for a script that reads its rank from Open MPI's variables: set OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE")
     check: bool = option("--no-check", default=True, help="skip the preflight checks of the hosts")
     wait_s: float | None = option("--wait-for-hosts", by_hostfile=True, value="TIME", parse=duration,
         help="wait up to this long until all names resolve, all hosts answer and their GPUs are free (default: not at all)")
