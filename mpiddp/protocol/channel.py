@@ -95,7 +95,9 @@ MESSAGES: dict[str, dict[str, Any]] = {
     # It may have `outputs`, the pipes or terminals to which the script writes: see `key_of_output` in
     # `mpiddp.hosts.processes`.
     "started": {"host": str, "pid": int},
-    "joining": {"timeout_s": _NUMBER},
+    "joining": {
+        "timeout_s": _NUMBER
+    },  # it has `script`, the PID of the script, unless a command is to start
     "log": {"path": str},  # of the file that will contain a traceback
     "announce": {"resume_args": list, "global_batch_size": _MAYBE, "max_ranks": _MAYBE},
     "run_dir": {"path": str},  # a restart needs this folder

@@ -238,7 +238,7 @@ class RankAttempt:
             self._wait()
         if child.status is not None:
             return
-        ranks.send("joining", timeout_s=timeout_s)
+        ranks.send("joining", timeout_s=timeout_s, **({"script": child.pid} if child.pid else {}))
         ranks.give("joined", None, timeout_s=None if ranks.has_launcher else timeout_s, calls=False)
         while ranks.connection and child.status is None and not ranks.given("joined", timeout_s):
             self._wait()

@@ -39,6 +39,7 @@ def _rate(value: float | None) -> str:
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "rank": ("rank", str),
     "host": ("host", escaped),
+    "pid": ("pid", str),
     "state": ("state", escaped),
     "step": ("step", str),
     "rate": ("rate", _rate),
@@ -52,7 +53,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "slowed": ("gpu_slowed", escaped),
     "ago": ("ago_s", duration),
 }
-_OF_GPUS = ("gpu", "gpu-memory", "temp", "slowed")  # shown if a rank has such a fact
+# Shown if a rank has such a fact: the process of a script, and of GPUs.
+_IF_KNOWN = ("pid", "gpu", "gpu-memory", "temp", "slowed")
 
 
 def ps(argv: list[str]) -> int:
@@ -153,7 +155,7 @@ def head_lines(facts: Facts) -> list[str]:
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]
-    sentences = (facts.get(name) for name in ("straggler", "idle_gpus"))
+    sentences = (facts.get(name) for name in ("silent_hosts", "straggler", "idle_gpus"))
     return [", ".join(parts), *(escaped(sentence) for sentence in sentences if sentence)]
 
 
@@ -162,7 +164,7 @@ def rank_lines(ranks: Sequence[Facts]) -> list[str]:
     shown = {
         name: (fact, text)
         for name, (fact, text) in COLUMNS.items()
-        if name not in _OF_GPUS or any(fact in rank for rank in ranks)
+        if name not in _IF_KNOWN or any(fact in rank for rank in ranks)
     }
     rows = [[*map(str.upper, shown), "LAST LINE"]]
     for rank in ranks:

@@ -52,9 +52,16 @@ def status_lines(record: Record, now: float, straggler: str = "") -> list[str]:
 
 
 def job_facts(
-    record: Record, latest: Mapping[int, bytes], now: float, straggler: str = ""
+    record: Record,
+    latest: Mapping[int, bytes],
+    now: float,
+    straggler: str = "",
+    silent: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
-    """The state of the job and of each rank, in seconds and bytes. `latest` is the end of its output."""
+    """The state of the job and of each rank, in seconds and bytes. `latest` is the end of its output.
+
+    `silent` has the ranks that do not answer now, with the seconds since they were heard of.
+    """
     ranks = range(record.world_size)
     table = [_rank_facts(record, rank, latest.get(rank, b""), now) for rank in ranks]
     idle, others = find_idle(record.gpus, record.left if record.phase is Phase.RUNNING else [])
@@ -62,6 +69,7 @@ def job_facts(
     return {
         "attempt": record.fact("began", "attempt"),
         "phase": "restarting" if record.phase is Phase.HELD else record.phase.name.lower(),
+        "silent_hosts": _silent_hosts(record, silent or {}),
         "straggler": straggler,
         "idle_gpus": f"{they.format(record.names(idle))}{others}." if idle else "",
         "ranks": table,
@@ -69,6 +77,13 @@ def job_facts(
         "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
         "loss": _loss_in(record.shown),
     }
+
+
+def _silent_hosts(record: Record, silent: Mapping[int, float]) -> str:
+    """A sentence about the hosts that do not answer now; "" if all do."""
+    hosts = {record.host_of(rank): seconds for rank, seconds in silent.items()}
+    clauses = [f"{host} has not answered for {silent_s:.0f} s" for host, silent_s in hosts.items()]
+    return f"{', and '.join(clauses)}." if clauses else ""
 
 
 def _loss_in(shown: Mapping[str, Any]) -> float | str | None:
@@ -93,6 +108,9 @@ def _rank_facts(record: Record, rank: int, latest: bytes, now: float) -> dict[st
         "state": next((state for state, of in states.items() if rank in of), "starting"),
         "line": escaped(line[-_LONGEST_LINE:]),
     }
+    joining = record.latest["joining"].get(rank)
+    if joining is not None and "script" in joining.facts:
+        facts["pid"] = joining.facts["script"]
     if gpu := record.gpus.get(rank):
         values = {name: gpu.facts[name] for name in CHANGING}
         facts |= {f"gpu_{name}": value for name, value in values.items() if value not in (None, "")}

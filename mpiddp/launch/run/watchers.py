@@ -342,7 +342,11 @@ class Viewers(Watcher):
         record, answer = self.record, self.launcher.console.answer
         if event.kind == "view_job":
             now, remark = time.monotonic(), self.attempt.remark
-            answer(event.facts["viewer"], **job_facts(record, self.output.latest, now, remark))
+            # The kernels exchange something each tenth of --lost-after.
+            silence, limit_s = self.server.silence(), self.server.lost_s / 3
+            silent = {rank: silence[rank] for rank in silence if silence[rank] > limit_s}
+            facts = job_facts(record, self.output.latest, now, remark, silent)
+            answer(event.facts["viewer"], **facts)
         elif event.kind == "view_stacks" and record.phase is Phase.HELD:
             between = "no rank runs now: the job restarts."
             answer(event.facts["viewer"], sentence=between, stacks={})

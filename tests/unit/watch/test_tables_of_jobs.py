@@ -28,7 +28,7 @@ def facts_of_a_job():
     record = Record(("a", "a", "b", "b"))
     for rank in (0, 1, 2):
         record.add(Event("started", rank, {"host": "ab"[rank // 2], "pid": 10 + rank}, 0.0))
-        record.add(Event("joining", rank, {"timeout_s": 60}, 0.0))
+        record.add(Event("joining", rank, {"timeout_s": 60, "script": 20 + rank}, 0.0))
     for second in range(10):
         for rank, own in ((0, 0.1), (1, 0.9)):
             facts = progress(second * 2, own_s=second * own)
@@ -36,21 +36,22 @@ def facts_of_a_job():
     record.add(Event("saving", 2, {"active": True}, 101.0))
     latest = {0: b"epoch 1\n 10%\r 20%\x1b[2J\n\n", 2: b"\xff\n"}
     job = {"pid": 7, "name": "train.py", "age_s": 720.0, "attempt": 2, "phase": "running"}
-    facts = job_facts(record, latest, 112.0) | job
+    facts = job_facts(record, latest, 112.0, silent={2: 21.2, 3: 20.6}) | job
     decoded: dict[str, Any] = json.loads(json.dumps(facts))
     return decoded
 
 
 def test_every_rank_has_a_line(facts):
     assert head_lines(facts) == [
-        "train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min"
+        "train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min",
+        "b has not answered for 21 s.",
     ]
     assert rank_lines(facts["ranks"]) == [
-        "RANK  HOST  STATE     STEP  RATE     OWN    WAIT  CPU  MEMORY  AGO  LAST LINE",
-        "   0  a     running     18   2/s   50 ms  450 ms  10%  1.1 GB  3 s   20%\\x1b[2J",
-        "   1  a     running     18   2/s  450 ms   50 ms  90%  1.1 GB  3 s",
-        "   2  b     saving       -     -       -       -    -       -    -  \ufffd",
-        "   3  b     starting     -     -       -       -    -       -    -",
+        "RANK  HOST  PID  STATE     STEP  RATE     OWN    WAIT  CPU  MEMORY  AGO  LAST LINE",
+        "   0  a      20  running     18   2/s   50 ms  450 ms  10%  1.1 GB  3 s   20%\\x1b[2J",
+        "   1  a      21  running     18   2/s  450 ms   50 ms  90%  1.1 GB  3 s",
+        "   2  b      22  saving       -     -       -       -    -       -    -  \ufffd",
+        "   3  b       -  starting     -     -       -       -    -       -    -",
     ]
 
 
