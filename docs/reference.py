@@ -204,7 +204,11 @@ def _record() -> Record:
     """Two ranks, of which rank 1 has made steps and has a GPU."""
     record = Record(["node1", "node2"], at=0.0)
     for rank in (0, 1):
-        record.add(Event("joining", rank, {"timeout_s": 60.0, "script": 4802 + rank}, 0.0, from_script=True))
+        record.add(
+            Event(
+                "joining", rank, {"timeout_s": 60.0, "script": 4802 + rank}, 0.0, from_script=True
+            )
+        )
     for at in range(1, 5):
         facts = {
             "step": 100 * at,

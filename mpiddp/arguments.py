@@ -141,7 +141,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         hint, fix = "", f"{self.prog} --help"
         if unknown := re.fullmatch(r"unrecognized arguments: ([^\s=]+).*", message, re.DOTALL):
             actions = self._option_string_actions.items()
-            option = _long(unknown[1].replace("_", "-"))
+            option = long_form(unknown[1].replace("_", "-"))
             hints = [text for form, text in self.elsewhere.items() if re.fullmatch(form, option)]
             listed = [name for name, action in actions if action.help != argparse.SUPPRESS]
             names = [name for name in listed if "_" not in name] if option[:1] == "-" else []
@@ -153,15 +153,15 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     def _parse_optional(self, arg_string: str) -> Any:
         """Read mpirun's `-hostfile` as `--hostfile`. argparse would take it for `-h`, and `-mca` for `-m`."""
-        name = _long(arg_string.partition("=")[0])
+        name = long_form(arg_string.partition("=")[0])
         options = self._option_string_actions
         has_meaning = name in options or any(re.fullmatch(form, name) for form in self.elsewhere)
         if arg_string not in options and has_meaning:
-            arg_string = _long(arg_string)
+            arg_string = long_form(arg_string)
         return super()._parse_optional(arg_string)
 
 
-def _long(option: str) -> str:
+def long_form(option: str) -> str:
     """The option with two dashes, if its name has more than one letter."""
     return re.sub("^-(?=[a-z]{2})", "--", option)
 

@@ -28,11 +28,13 @@ import mpiddp
 from docs.__main__ import written
 from docs.command_line import PARTS
 from mpiddp import cli
+from mpiddp.arguments import long_form
 from mpiddp.cli import VERBS
 from mpiddp.errors import UserError
 from mpiddp.hosts import gpu_health
 from mpiddp.hosts.allocations import SCHEDULERS, unlisted
 from mpiddp.launch.judge import hangs, pace, stragglers
+from mpiddp.launch.plan.mpirun_line import table
 from mpiddp.launch.plan.options import LaunchOptions, option_parser, variables_of_options
 from mpiddp.launch.plan.starters import STARTERS
 from mpiddp.launch.run import job
@@ -428,7 +430,10 @@ def unknown(words: list[str], known: frozenset[str]) -> list[str]:
     return [flag for flag in found if flag.replace("_", "-") not in known and flag not in known]
 
 
-OF_MPIRUN = "-ppn -N -genv -envall -f --prefix --rank-by --tag-output --report-bindings --nooversubscribe --mca"
+OF_MPIRUN = "-N -genv -envall -f"
+TAKEN_OF_MPIRUN = (
+    "-ppn --prefix --rank-by --tag-output --report-bindings --nooversubscribe -mca --bind-to"
+)
 
 
 def test_each_option_of_another_launcher_has_an_answer():
@@ -439,6 +444,9 @@ def test_each_option_of_another_launcher_has_an_answer():
     for flag in others:
         with pytest.raises(UserError, match=r"\n  fix: (?!mpiddp launch --help)"):
             parser.parse_args([flag, "1", "train.py"])
+    heads = [pattern.split(" ")[0] for pattern in table("mpirun.txt")]
+    for flag in map(long_form, TAKEN_OF_MPIRUN.split()):
+        assert any(re.fullmatch(head, flag) for head in heads), flag
 
 
 @pytest.mark.parametrize("page", ["README", "docs/get-started", "docs/migration"])

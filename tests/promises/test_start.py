@@ -435,6 +435,26 @@ def test_a_script_that_uses_mpi4py(here):
     assert "mpiddp launch" in done.stderr
 
 
+def test_a_line_of_mpirun(here):
+    """The options and the program of an mpirun run behind `mpiddp launch`. A note has the same in its own words."""
+    (here.folder / "hosts").write_text("localhost slots=2\n")
+    script, options = program("identity.py"), ["-np", "2", "-hostfile", "hosts"]
+    line = [*options, "-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-x", "PATH"]
+    done = here.run("launch", *line, sys.executable, script).assert_ok()
+    assert [rank["RANK"] for rank in done.records] == [0, 1]
+    words = shlex.join(["mpiddp", "launch", *options, "-x", "PATH", script])
+    left_out = "without meaning here: -bind-to none, -map-by slot and -mca pml ob1."
+    assert done.said == [f"{left_out} The same in mpiddp's words: {words}"]
+    other = here.script(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', "python3")
+    Path(other).chmod(0o755)
+    done = here.run("launch", *options, other, "-c", "import os; print(os.environ['RANK'])")
+    assert sorted(line[-1] for line in done.assert_ok().lines) == ["0", "1"]
+    assert (
+        f"{other} is not the Python of mpiddp, {sys.executable}, so it runs as a command"
+        in done.stderr
+    )
+
+
 # --- a script, and any command ---
 
 

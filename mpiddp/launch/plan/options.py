@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from mpiddp import sinks
@@ -34,6 +33,7 @@ from mpiddp.hosts.where import named_hosts, refuse_both
 from mpiddp.launch import log
 from mpiddp.launch.plan import entrypoint
 from mpiddp.launch.plan.environment import parse_exports, read_env_file, without_values
+from mpiddp.launch.plan.mpirun_line import in_our_words, table
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.orders import Orders
@@ -47,12 +47,6 @@ _NEVER = f"{24 * MAX_DURATION_DAYS}h"
 _RANK = "(0|[1-9][0-9]{0,8})"
 # Options of torchrun that are accepted on one host, where they change nothing.
 _OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
-
-
-def _table(name: str) -> dict[str, str]:
-    """A file of this folder: a comment, then a row for each line, with two spaces between its columns."""
-    rows = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[1:]
-    return dict(row.split("  ", 1) for row in rows)
 
 
 def _number(text: str) -> str | int:
@@ -256,7 +250,7 @@ def option_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 interrupted.",
         record=LaunchOptions,
     )
-    parser.elsewhere = _table("elsewhere.txt")
+    parser.elsewhere = table("elsewhere.txt")
     add_options(parser)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
@@ -272,7 +266,12 @@ def option_parser() -> argparse.ArgumentParser:
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
     parser = option_parser()
+    line = in_our_words(argv, _spellings(parser))
+    is_of_mpirun, argv = line.argv != argv, line.argv
     values = vars(parser.parse_args(argv))
+    if is_of_mpirun and not values["quiet"]:
+        for sentence in line.sentences(without_values(argv, values["exports"])):
+            log.info(sentence)
     if hosts := named_hosts(
         values["hostfile"], values["host_list"], {}, values["login_s"] or SSH.login_s
     ):
@@ -319,7 +318,7 @@ _OF_A_CLUSTER = (
 @cache
 def variables_of_hostfiles() -> dict[str, str]:
     """The variables that a hostfile may set, each with the reason."""
-    return _table("hostfile_variables.txt")
+    return table("hostfile_variables.txt")
 
 
 def _of_hostfile(hosts: Hosts) -> argparse.Namespace:

@@ -67,6 +67,11 @@ def parsed(options: str) -> LaunchOptions:
         ("--hosts a:2,b:2", {"host_list": "a:2,b:2"}),
         (f"--machinefile {HOSTFILE}", {"hostfile": str(HOSTFILE)}),
         ("--max_restarts 3 -n 1", {"max_restarts": 3, "n": 1}),
+        ("-np 4 -bind-to none -map-by slot -mca pml ob1 --mca btl ^openib", {"n": 4}),
+        ("--bind-to=core --pernode -tag-output", {"bind": "core", "npernode": 1}),
+        ("-mca btl_tcp_if_include eth0", {"interface": "eth0"}),
+        ("--map-by ppr:2:node --timestamp-output", {"npernode": 2, "timestamps": True}),
+        ("-ppn 2 --allow-run-as-root --output-filename x", {"npernode": 2, "log_dir": "x"}),
     ],
 )
 def test_what_an_option_becomes(options, fields):
