@@ -723,12 +723,14 @@ import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(total := torch.ones(1))
 print(total.item(), flush=True)
+dist.destroy_process_group()
 '''
 def child(rank, world_size, way):
     there = dict(rank=rank, world_size=world_size)
     dist.init_process_group("gloo", **there, init_method=way)
     dist.all_reduce(total := torch.ones(1))
     assert total.item() == world_size
+    dist.destroy_process_group()
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     dist.barrier()

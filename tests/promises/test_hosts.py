@@ -438,7 +438,7 @@ def test_a_launch_names_another_python(hosts, file):
 
 @pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI
 def test_from_bare_hosts_to_a_training(hosts):
-    """README's commands for two machines make bare hosts ready. `launch --push` sends each later change."""
+    """The commands of get-started make two bare hosts ready. `launch --push` sends each later change."""
     project = hosts.folder / "project"
     write(project, {"train.py": "import os\nprint('first', os.environ['RANK'])\n"})
     file = project / "hosts.txt"
@@ -451,10 +451,9 @@ def test_from_bare_hosts_to_a_training(hosts):
 
     if not hosts["node1"].path(Path(sys.executable).resolve()).exists():
         hosts.run("hosts", "push", file, sys.base_prefix).assert_ok()
-    readme = (ROOT / "README.md").read_text().partition("## Two machines")[2].partition("\n## ")[0]
-    # The hosts of the test, with one rank on each.
-    readme = readme.replace("node2", "node0").replace(":8", ":1")
-    commands = re.findall(r"^mpiddp ((?:hosts|doctor|launch) .*)$", readme, re.M)
+    page = (ROOT / "docs/get-started.md").read_text().partition("## Prepare two machines")[2]
+    commands = re.findall(r"^mpiddp ((?:hosts|doctor) .*)$", page.partition("\n## ")[0], re.M)
+    commands.append("launch --hostfile hosts.txt train.py")
     assert len(commands) == 4
     left_out = ["--leave-out=.frameworks", "--leave-out=.mpi"]  # the tests' own, of 1 GB
     for verb, *rest in map(shlex.split, commands):

@@ -337,16 +337,6 @@ print("trained")
 """
 
 
-def test_a_module_without_a_name(here):
-    """Without what a hot spare needs to know, a healthy job goes on, and one line says so."""
-    script = here.script("import sys\nsys.modules[1] = None\nimport torch\nprint('trained')")
-    done = here.run("launch", *here.where(1), "--max-restarts", "1", script).assert_ok()
-    assert (done.lines, sum("no hot spare: TypeError" in line for line in done.said)) == (
-        ["trained"],
-        1,
-    )
-
-
 def test_a_spare_that_cannot_start(here):
     """Without room for a hot spare, a healthy job goes on, and one line says so."""
     script = here.script(HAS_NO_ROOM)
