@@ -71,6 +71,7 @@ _PROMISES = [
     ("stop", "test_a_rank_killed_in_dcp"),
     ("stop", "test_files_that_are_written_anywhere"),
     ("stop", "test_sigterm_to_every_process"),
+    ("stop", "test_a_preempted_job_comes_back"),
     ("checkpoints", "test_training_resumes_bit_for_bit"),
     ("checkpoints", "test_kill_at_any_moment"),
     ("checkpoints", "test_any_flipped_bit_or_cut_is_found"),

@@ -81,7 +81,7 @@ of a GPU is in percent, and in the report it is the mean of an attempt.
 ## Environment variables
 
 An option of `mpiddp launch` that takes one value may also stand in a variable: `MPIDDP_LOG_DIR=logs` is
-`--log-dir logs`. A `#:` line of the hostfile and the command line take precedence. These are the variables:
+`--log-dir logs`, and `MPIDDP_REQUEUE=1` is `--requeue`. A `#:` line of the hostfile and the command line take precedence. These are the variables:
 {options}. Without `mpiddp launch`, as for `mpiddp run` under mpirun or for `mpiddp.init()`,
 {by_hand} hold as well.
 

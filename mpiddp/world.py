@@ -266,7 +266,7 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
         leave_launchers(env)
         del env[variables.RUN_ID]
         limits = (variables.LOST_AFTER, variables.MAX_RESTARTS, variables.TIMEOUT)
-        for name in (variables.INTERFACE, variables.LOG_DIR, *limits):
+        for name in (variables.INTERFACE, variables.LOG_DIR, variables.REQUEUE, *limits):
             env.pop(name, None)  # they would be options of the new job
     # A launcher sets all of these, or the first two. Fewer are left over in a shell.
     complete = next((names for names in (TORCH, TORCH[:2]) if {*names} <= env.keys()), ())

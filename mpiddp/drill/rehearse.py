@@ -21,7 +21,7 @@ from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
 from mpiddp.hosts.processes import child_process, end_all, marked
 from mpiddp.launch.run.outcome_file import why_failed
-from mpiddp.protocol.variables import DRILL, OBSERVER
+from mpiddp.protocol.variables import DRILL, OBSERVER, REQUEUE
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run
 _LEAST_S = 60.0  # for any other command, or four times the time of the undisturbed run
@@ -131,7 +131,8 @@ class Drill:
         """
         records, out = folder / "records", folder / "out"
         path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
-        variables = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
+        # A stop that the drill requests does not requeue the job in which it runs.
+        variables = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records), REQUEUE: ""}
         errors, printed, report = (folder / f"{label}.{end}" for end in ("err", "out", "json"))
         size = ["-n", str(self.ranks - fewer)] if fewer else []
         job = [argument.replace(OUT, str(out)) for argument in self.job]

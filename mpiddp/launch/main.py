@@ -56,6 +56,10 @@ def main(argv: list[str]) -> int:
                 "on this machine alone",
             )
     leave_launchers(os.environ)
+    if options.requeue:
+        from mpiddp.launch.run.requeue import refuse_elsewhere
+
+        refuse_elsewhere(os.environ)
     if options.dry_run:
         # Imported here, so that --help and a wrong option answer at once.
         from mpiddp.launch.plan.job_plan import make_plan
@@ -120,6 +124,10 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
         _say_left_out(text.partition("=")[0] for text in options.exports if "=" in text)
         log.info(f"to resume: {resume}")  # the last line, which a user copies
     report.end(outcome, resume)
+    if options.requeue:
+        from mpiddp.launch.run.requeue import requeue
+
+        requeue(os.environ, outcome)
     for number in repeated:
         signal.signal(number, signal.SIG_IGN)  # Python's end restores the default of the others
     return outcome.code
@@ -154,7 +162,7 @@ def launch_function(argv: list[str]) -> int:
         leave_launchers(os.environ)
         options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
         log.is_quiet = options.quiet
-        for name in ("dry_run", "detach", "report", "on_end", "restart_args"):
+        for name in ("dry_run", "detach", "report", "on_end", "restart_args", "requeue"):
             if getattr(options, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"mpiddp.spawn: {flag} has no place here.", fix="leave it out")

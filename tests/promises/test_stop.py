@@ -769,15 +769,74 @@ def test_requeue_and_scancel(hosts, batch):
     eventually(lambda: len(steps()) > before)
     node0.run(["scancel", number], check=True)
     batch.wait(number, output)
-    shown = node0.run(["scontrol", "show", "job", number], check=True).stdout
+    shown = batch.shown(number)
     assert "JobState=CANCELLED" in shown, output.read_text()
     assert "Restarts=1" in shown
     assert steps() == list(range(1, len(steps()) + 1))
     assert (run / f"checkpoints/step_{len(steps()):08d}").exists(), output.read_text()
 
 
+# A step of the preflight, or the start of the ranks, or the imports of the script, takes long.
+SLOW_SRUN = """#!/bin/sh
+case "$(cat stage) $*" in
+  "preflight "*" sh -c "* | "ranks "*" --quit-on-interrupt "*)
+    exec {srun} --overlap --ntasks=1 --mpi=none sh -c 'echo >started; exec sleep 6000' ;;
+esac
+exec {srun} "$@"
+"""
+SLOW_SCRIPT = """
+import pathlib, runpy, time
+if pathlib.Path("stage").read_text() == "imports":
+    pathlib.Path("started").touch()
+    time.sleep(6000)
+runpy.run_module("mpiddp", run_name="__main__")
+"""
+
+
+def test_a_preempted_job_comes_back(hosts, batch):
+    """With `--requeue`, a job that Slurm preempts comes back and resumes, also if it was still starting."""
+    folder, node0 = hosts.folder, hosts["node0"]
+    srun = shutil.which("srun")
+    tools = tool(folder / "tools", "srun", SLOW_SRUN.format(srun=srun))
+    hosts.script(SLOW_SCRIPT, "slow.py")
+    launch = [*LAUNCH, "--requeue", "slow.py", "train", *TRAIN, "--batch-size=4", "--out=run"]
+    launch = shlex.join([*launch, "--steps-per-epoch=100000"])
+    env = {"OMP_NUM_THREADS": "1", "PATH": tools, "PYTHONPATH": str(ROOT)}
+    env["XDG_STATE_HOME"] = str(folder / "state")  # as a home that all nodes share
+    output, records = folder / "output", folder / "run" / "metrics.jsonl"
+    script, stage, started = f"#!/bin/sh\nexec {launch}\n", folder / "stage", folder / "started"
+    job = ["-N2", "--ntasks-per-node=1", "--exclusive", "--partition=back", "--open-mode=append"]
+
+    def steps() -> int:
+        return len(records.read_text().splitlines()) if records.exists() else 0
+
+    stage.write_text("imports")
+    number = batch.submit(script, output, *job, cwd=folder, env=env)
+    for restarts, name in enumerate(("imports", "preflight", "steps", "ranks", "steps"), 1):
+        before = steps()
+        eventually(
+            lambda name=name, before=before: (
+                steps() > before + 1 if name == "steps" else started.exists()
+            )
+        )
+        if restarts == 5:
+            break
+        started.unlink(missing_ok=True)
+        stage.write_text(("preflight", "steps", "ranks", "steps")[restarts - 1])
+        batch.sbatch("#!/bin/sh\ntrue\n", "-N3", "--partition=high", "--exclusive")
+        assert f"Restarts={restarts} " in batch.shown(number), output.read_text()
+    node0.run(["scancel", number], check=True)
+    batch.wait(number, output)
+    text = output.read_text()
+    assert "JobState=CANCELLED" in batch.shown(number), text
+    assert text.count("mpiddp: the job was preempted before it began.") == 3, text
+    assert text.count(" is requeued, ") == 4, text
+    assert text.count("resuming from") == 1, text
+    assert not re.search("killed by|fix:", text), text
+
+
 def test_the_batch_script_of_the_page(hosts, batch):
-    """The batch script of docs/slurm.md makes your own script save before the job's time limit."""
+    """The batch script of docs/slurm.md makes your own script save before the job's time limit, and come back."""
     page = (ROOT / "docs" / "slurm.md").read_text()
     text, *_ = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
     shutil.copy(STOPS, hosts.folder / "train.py")
@@ -788,5 +847,6 @@ def test_the_batch_script_of_the_page(hosts, batch):
     output = hosts.folder / f"{sbatch.stdout.strip()}.out"
     eventually(lambda: output.exists() and "ready" in output.read_text())
     hosts["node0"].run(["scancel", "--batch", "--signal=TERM", output.stem], check=True)
-    assert batch.wait(output.stem, output) == 75, output.read_text()
+    eventually(lambda: "Restarts=1 " in batch.shown(output.stem))
+    hosts["node0"].run(["scancel", output.stem], check=True)
     assert "mpiddp: stopped on request." in output.read_text()

@@ -48,6 +48,7 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     # The launcher ends the ranks: a rank has failed, or for the reason `why`, or because the ranks that the
     # clause `overdue` names have not stopped in time.
     "end": ("failed", "why", "overdue"),
+    "preempted": (),  # Slurm has told the job to leave its nodes, which may have ended the ranks
     "hold": (),  # the scripts are ended, and their agents wait for the next attempt
     "mpirun": ("name", "code", "proves_signals", "was_ended"),  # mpirun has ended, see `MpirunEnd`
     "over": (),  # all agents wait for the next attempt, or no process of the attempt is left
@@ -318,3 +319,12 @@ class Outcome(NamedTuple):
     made_steps: bool = False
     gpus: Sequence[Mapping[str, Any]] = ()  # the use of each rank's GPU, where it is known
     num_failed_saves: int = 0
+    written: str = ""  # the file that the script has written last, and when
+    is_by_person: bool = (
+        False  # a person has requested the stop: Ctrl-C, `mpiddp stop`, --stop-after
+    )
+
+    @property
+    def new_checkpoint(self) -> str:
+        """The newest checkpoint of the job that this launcher has seen, or the file written last, or ""."""
+        return self.announcement.checkpoint or self.written

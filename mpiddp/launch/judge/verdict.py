@@ -46,13 +46,14 @@ HUNG_UP = "the terminal has hung up (SIGHUP)"
 _WAS_NOT_ASKED = ". Its script had not called mpiddp.should_stop(), so it was not asked to save"
 _FORGED = "without its proof: somebody on the network writes into it"
 _CHECK = "mpiddp doctor, which checks the hosts"
+PREEMPTED = "the job was preempted before it began."
 
 
 def verdict(record: Record) -> Outcome:
     """The verdict, with the known cause of a failure."""
     end = record.act("mpirun")  # None if the agents wait for the next attempt
     mpirun = MpirunEnd(**end.facts) if end else MpirunEnd("mpirun", DONE, was_ended=True)
-    first = min(record.failures.values(), key=lambda failure: _began(record, failure), default=None)
+    first = _first_failure(record)
     judged = _judge(record, mpirun, first)
     sentence, newline, rest = judged.sentence.partition("\n")
     if sentence and judged.code != DONE:
@@ -66,8 +67,25 @@ def verdict(record: Record) -> Outcome:
         made_steps=record.made_steps,
         gpus=[{"rank": rank, **gpu.summary} for rank, gpu in sorted(record.gpus.items())],
         num_failed_saves=len(record.failed_saves),
+        written=_written(record),
     )
     return _with_cause(record, outcome, first) if outcome.code == FAILED else outcome
+
+
+def may_be_preempted(record: Record) -> bool:
+    """Whether SIGTERM may have ended the ranks, or their start. A scheduler signals ranks, and not the launcher."""
+    first = _first_failure(record)
+    if not record.left or record.fact("end", "why"):
+        return False
+    if first is None or (first.kind == "lost" and not is_silent(first)):
+        return True
+    return first.facts.get("signal") == signal.SIGTERM
+
+
+def _first_failure(record: Record) -> Event | None:
+    """The failure that began first, as far as the record tells."""
+    failures = record.failures.values()
+    return min(failures, key=lambda failure: _began(record, failure), default=None)
 
 
 def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcome:
@@ -127,6 +145,11 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         host = "" if has_all else _only_host(record, record.missing)
         left = _left_early(record)
         return Outcome(FAILED, f"{left}{why}", host_at_fault=host, names_event=bool(left))
+    if record.act("preempted") and not record.fact("end", "overdue"):
+        if not record.made_steps and record.stop is not Stop.AT_ONCE:
+            return Outcome(STOPPED, PREEMPTED)
+        if not record.latest["supports_stop"]:
+            return Outcome(INTERRUPTED, f"interrupted: the job was preempted{_WAS_NOT_ASKED}.")
     if is_requested and (hang := record.fact("stop", "hang")):
         return Outcome(INTERRUPTED, f"interrupted: the job hung, and was stopped: {hang}")
     if is_requested and record.fact("end", "failed") and first and first.kind == "failed":
@@ -193,6 +216,15 @@ def _files(record: Record) -> str:
         step = f" (step {last.facts['step']})" if last.facts["step"] else ""
         texts.append(f" The file written last is {last.facts['path']}{step}.")
     return "".join(texts)
+
+
+def _written(record: Record) -> str:
+    """The file that was written last, by `torch.save` for example, and when; "" if there is none."""
+    events = [event for event in record.latest["wrote"].values() if event.facts["path"]]
+    last = max(events, key=lambda event: event.at - event.facts["age_s"], default=None)
+    if last is None:
+        return ""
+    return f"{last.facts['path']} at {last.at - last.facts['age_s']:.0f}"  # the same name may be written again
 
 
 def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | None:

@@ -61,6 +61,13 @@ def _limit(text: str) -> float:
     return duration(_NEVER if text in ("never", "inf") else text)
 
 
+def _switch(text: str) -> bool:
+    """The value of a switch in a variable."""
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"expected 1 or 0, not {shown(text)!r}")
+    return text == "1"
+
+
 def _ranks(text: str) -> str:
     """The ranks of --log-ranks, for `mpiddp.protocol.channel.is_shown`."""
     if re.fullmatch(f"all|none|{DEFAULT_RANKS}|{_RANK}(,{_RANK})*", text):
@@ -156,6 +163,8 @@ class LaunchOptions:
         "(default: 3 s)")
     hang_timeout_s: float | None = option("--hang-timeout", by_hostfile=True, value="TIME", parse=duration,
         help="end the job if for this long no rank makes a step, calls a collective or saves (default: never)")
+    requeue: bool = option("--requeue", parse=_switch,
+        help="in a batch job of Slurm: requeue the job after a stop that Slurm has requested")
     log_ranks: str = option("--log-ranks", group="output", value="RANKS", parse=_ranks, default=DEFAULT_RANKS,
         help="the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, stderr of "
         "all ranks)")
@@ -220,7 +229,12 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             if name in BY_HOSTFILE
             else {}
         )
-        actions.append(argument.add_to(group, dest=name, default=default, **how))
+        # The default of a switch says what the option does, also if a variable has turned it on.
+        usual = default if argument.value else row.default
+        action = argument.add_to(group, dest=name, default=usual, **how)
+        if not argument.value:
+            action.default = default
+        actions.append(action)
     return actions
 
 
@@ -228,14 +242,15 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
 def variables_of_options() -> dict[str, str]:
     """The variables that stand for options, by their fields: MPIDDP_LOG_DIR for --log-dir DIR.
 
-    A job's hosts and ranks, a switch, and an option that may be repeated, stand on the command line alone.
+    A job's hosts and ranks, most switches, and an option that may be repeated, stand on the command line alone.
     """
     arguments = {name: row.metadata["option"] for name, row in options_of(LaunchOptions).items()}
     names = [*arguments]
     taken = [
         name
         for name in names[names.index("bind") :]
-        if arguments[name].value and not arguments[name].repeats
+        if (arguments[name].value or arguments[name].parse is _switch)
+        and not arguments[name].repeats
     ]
     return {
         name: f"MPIDDP_{arguments[name].names[-1][2:].upper().replace('-', '_')}" for name in taken

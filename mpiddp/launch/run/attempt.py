@@ -8,6 +8,7 @@ the state of the attempt. The attempt reacts to it, and watchers look on (`launc
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections import deque
@@ -20,10 +21,11 @@ from mpiddp.hosts.processes import end_all
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import ENDS, KINDS, OF_RANKS, Outcome, Phase, Record, Stop
 from mpiddp.launch.judge.hangs import find_hang
-from mpiddp.launch.judge.verdict import HUNG_UP, verdict
+from mpiddp.launch.judge.verdict import HUNG_UP, may_be_preempted, verdict
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.agents import STOP_AFTER, Agents, orders_of
 from mpiddp.launch.run.output import OUTPUT_S, JobOutput
+from mpiddp.launch.run.requeue import is_preempted
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.variables import SAVE_GRACE_S
 
@@ -114,6 +116,8 @@ class Attempt:
                 self._finish()
             for rank, lines in self.output.last_errors.items():
                 self._show(Event("tail", rank, {"lines": lines}))
+            if may_be_preempted(self.record) and is_preempted(os.environ):
+                self.add_act("preempted")
             self.outcome = verdict(self.record)
             waits = self.record.phase is Phase.HELD
             return self.outcome

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from contextlib import ExitStack, closing
 from enum import Enum, auto
@@ -21,6 +22,7 @@ from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import Announcement, Outcome, Phase, Stop
+from mpiddp.launch.judge.verdict import PREEMPTED
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.run.agents import STOP_AFTER, Agents, Launcher, start
@@ -28,6 +30,7 @@ from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.outcome_file import Report, outcome_of, print_outcome
+from mpiddp.launch.run.requeue import is_preempted
 from mpiddp.launch.run.resume import (
     added,
     anew_sentence,
@@ -46,6 +49,25 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
 
     Raises UserError or JobFailed if the first attempt cannot be started, and KeyboardInterrupt before it has.
     """
+    with closing(SignalQueue()) as signals:
+        try:
+            outcome = _run(options, report, exchange, signals)
+        except (UserError, JobFailed, KeyboardInterrupt):
+            if _asked_by_person(signals) or not is_preempted(os.environ):
+                raise
+            outcome = Outcome(STOPPED, PREEMPTED)
+        return outcome._replace(is_by_person=outcome.is_by_person or _asked_by_person(signals))
+
+
+def _asked_by_person(signals: SignalQueue) -> bool:
+    """Whether Ctrl-C, `mpiddp stop` or a closing terminal has requested a stop. Slurm sends other signals."""
+    signals.receive()
+    return not signals.counts.keys().isdisjoint([signal.SIGINT, signal.SIGHUP])
+
+
+def _run(
+    options: LaunchOptions, report: Report, exchange: Exchange | None, signals: SignalQueue
+) -> Outcome:
     logins = Logins()
     stop_at, why_stop = time.monotonic() + (options.stop_after_s or math.inf), STOP_AFTER
     if options.stop_after_s is None:
@@ -53,7 +75,6 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         stop_at = time.monotonic() + left_s - min(2 * options.grace_s, left_s / 10)
         why_stop = f"the time limit of {scheduler} is near"
     with closing(logins), ExitStack() as stack:
-        signals = stack.enter_context(closing(SignalQueue()))
         console = stack.enter_context(closing(Console(report.name)))
         with signals.interrupting():
             plan = make_plan(options, os.environ, logins=logins, on_wait=report.begin)
@@ -71,7 +92,8 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
             outcome = outcome._replace(code=FAILED, sentence=lost)
         if logs and outcome.code == BAD_INPUT:
             logs.complains = False
-        return outcome._replace(announcement=job.announcement_at_end(outcome))
+        is_over = why_stop == STOP_AFTER and time.monotonic() >= stop_at
+        return outcome._replace(announcement=job.announcement_at_end(outcome), is_by_person=is_over)
 
 
 class Move(Enum):
@@ -116,9 +138,7 @@ class Job:
         except (UserError, JobFailed, OSError, RuntimeError) as error:
             if not past.attempts:
                 raise
-            outcome = outcome_of(error)._replace(
-                code=FAILED
-            )  # the job has started before, and may again
+            outcome = _failed_start(error)
         if outcome.made_steps:
             self.grown_from = None
         if self.grown_from and past.grows and outcome.code == INTERRUPTED:
@@ -197,7 +217,7 @@ class Job:
             return interrupted
         except (UserError, JobFailed, OSError, RuntimeError) as error:
             if move is Move.RESTART:  # a host, or a process, may be usable after the next pause
-                return outcome_of(error)._replace(code=FAILED)
+                return _failed_start(error)
             untold = ""
             log.error(
                 f"{error}\nThe job goes on with the hosts of the last attempt, which have just worked."
@@ -293,6 +313,13 @@ class Job:
             self.waiting.wait(until)  # viewers may ask
         if signals.has_stop(until - time.monotonic()):
             raise KeyboardInterrupt
+
+
+def _failed_start(error: Exception) -> Outcome:
+    """The outcome of a restart that could not begin. The job has started before, and may again."""
+    if is_preempted(os.environ):
+        return Outcome(STOPPED, PREEMPTED)
+    return outcome_of(error)._replace(code=FAILED)
 
 
 _INTERRUPTED = Outcome(INTERRUPTED, "interrupted before a restart.")

@@ -73,6 +73,10 @@ class Slurm:
             raise TimeoutError(f"job {job} wrote: {output.read_text(encoding='utf-8')}") from None
         return code
 
+    def shown(self, job: str) -> str:
+        """The job as `scontrol show job` prints it."""
+        return self.cluster.hosts[0].run(["scontrol", "show", "job", job], check=True).stdout
+
     def wait_until_idle(self) -> None:
         """Wait until every node can take a job."""
         states = ["sinfo", "--noheader", "--Node", "--partition=test", "--format=%T"]

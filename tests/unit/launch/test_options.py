@@ -87,11 +87,18 @@ def test_a_variable_stands_for_each_option_with_one_value(monkeypatch, tmp_path)
         "LOG_DIR": "logs",
         "GRACE": "1m",
         "LOG_RANKS": "",
+        "REQUEUE": "1",
     }
     for name, value in values.items():
         monkeypatch.setenv(f"MPIDDP_{name}", value)
     expected = replace(
-        DEFAULTS, prefix="never", timeout_s=180.0, interface="ib0", log_dir="logs", grace_s=60.0
+        DEFAULTS,
+        prefix="never",
+        timeout_s=180.0,
+        interface="ib0",
+        log_dir="logs",
+        grace_s=60.0,
+        requeue=True,
     )
     assert parsed("") == expected
     assert parsed("--timeout 90") == replace(expected, timeout_s=90.0)

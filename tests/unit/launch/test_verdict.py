@@ -73,6 +73,32 @@ def test_the_first_failure_is_the_cause_of_the_others(events, culprit):
     assert judged(*events).rank == culprit
 
 
+PREEMPTED = Event("preempted")
+STEP = event(0, "progress", step=9, memory=0, own_s=1.0, cpu_s=1.0, counter=0)
+KILLED = failed(1, "", 1.0, traceback="", signal=15)
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "sentence"),
+    [
+        ([], 75, "the job was preempted before it began."),
+        ([lost(0), lost(1, 1.1)], 75, "the job was preempted before it began."),
+        ([*started(0, 1, 2), KILLED], 75, "the job was preempted before it began."),
+        (
+            [*started(0, 1, 2), STEP, KILLED],
+            *(
+                130,
+                "interrupted: the job was preempted. Its script had not called mpiddp.should_stop()",
+            ),
+        ),
+    ],
+)
+def test_a_preemption_is_no_failure_of_a_rank(events, code, sentence):
+    outcome = judged(*events, PREEMPTED)
+    assert (outcome.code, outcome.rank, outcome.sentence[: len(sentence)]) == (code, None, sentence)
+    assert judged(*events).code == 1
+
+
 def test_a_host_whose_ranks_are_all_lost_at_once_is_at_fault():
     """Also if the MPI ends the agents of other hosts then. The records have the other cases."""
     assert judged(*started(0, 1, 2), lost(1), lost(2)).host_at_fault == "b"
