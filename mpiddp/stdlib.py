@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 _FOLDER = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib may not be loaded yet
+_PATH = [_FOLDER, os.path.join(_FOLDER, "lib-dynload")]  # noqa: PTH118
 _loaded: dict[str, ModuleType] = {}
 
 
@@ -26,15 +27,15 @@ def own(name: str) -> Any:
 
 
 def _imported(name: str) -> ModuleType:
-    path, modules = [*sys.path], dict(sys.modules)
-    sys.path[:] = [folder for folder in path if folder.startswith(_FOLDER)]
+    path, modules = sys.path, dict(sys.modules)
+    sys.path = [*_PATH]  # a script may have put anything on its own
     for each in [each for each in modules if "." not in each and _hides(each, modules[each])]:
         del sys.modules[each]  # what is imported may need Python's own, too
     try:
         __import__(name)
         module = sys.modules[name]
     finally:
-        sys.path[:] = path
+        sys.path = path
         for new in [each for each in sys.modules if sys.modules[each] is not modules.get(each)]:
             if new not in modules and _is_of_user(new, path):
                 del sys.modules[new]
@@ -50,11 +51,12 @@ def _hides(name: str, module: ModuleType) -> bool:
 
 def _is_own(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return file is None or (file.startswith(_FOLDER) and "-packages" not in file)
+    return not isinstance(file, str) or (file.startswith(_FOLDER) and "-packages" not in file)
 
 
 def _is_of_user(name: str, path: list[str]) -> bool:
     """Whether a folder before Python's own has a module of this name."""
-    before = path[: next((n for n, each in enumerate(path) if each.startswith(_FOLDER)), 0)]
+    folders = [folder for folder in path if isinstance(folder, str)]
+    before = folders[: folders.index(_FOLDER) if _FOLDER in folders else len(folders)]
     places = (os.path.join(folder, name) for folder in before)  # noqa: PTH118
     return any(os.path.exists(f"{place}.py") or os.path.isdir(place) for place in places)  # noqa: PTH110, PTH112

@@ -266,6 +266,8 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
         leave_launchers(env)
         del env[variables.RUN_ID]
         limits = (variables.LOST_AFTER, variables.MAX_RESTARTS, variables.TIMEOUT)
+        for name in (variables.PLACEMENT, variables.NETWORKS, variables.RESTART_COUNT):
+            env.pop(name, None)
         for name in (variables.INTERFACE, variables.LOG_DIR, variables.REQUEUE, *limits):
             env.pop(name, None)  # they would be options of the new job
     # A launcher sets all of these, or the first two. Fewer are left over in a shell.
@@ -284,7 +286,8 @@ def is_started_by_an_mpi(env: Mapping[str, str]) -> bool:
 
 def enter_inner_job(env: MutableMapping[str, str]) -> None:
     """Remove the variables of the job around an mpirun, which a rank has started, and keep those of that mpirun."""
-    sets = tuple(name for source in RANK_SOURCES if source.mpis for name in source.sets)
+    present = (row for row in RANK_SOURCES if row.mpis and _present(row, env))
+    sets = tuple(name for row in present for name in row.sets)
     of_mpirun = {name: env[name] for name in env if name.startswith(sets)}
     leave_enclosing_job(env)
     env.update(of_mpirun)

@@ -71,7 +71,11 @@ class _Surrounded:
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         self._stack.enter_context(self._around())
         create = getattr(self._own, "create_module", None)
-        return create(spec) if create else None
+        try:
+            return create(spec) if create else None
+        except BaseException:
+            self._stack.__exit__(*sys.exc_info())
+            raise
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:

@@ -49,7 +49,7 @@ def calls(peers: Mapping[int, tuple[str, object, int]] | None = None) -> dict[st
 
 
 def _longest(peers: Mapping[int, tuple[str, object, int]]) -> dict[str, Any] | None:
-    """The wait of the thread that has waited longest for another rank, with its stack; None before LONG_US."""
+    """The wait of the thread that has waited longest for another rank, with its stack; None before _LONG_US."""
     waits = [(since_us, thread, name, peer) for thread, (name, peer, since_us) in [*peers.items()]]
     since_us, thread, name, peer = min(waits, default=(0, 0, "", None), key=lambda wait: wait[0])
     if not thread or time.time_ns() // 1000 - since_us < _LONG_US:

@@ -107,7 +107,8 @@ def _as_script(world: World, session: Session, timeout_s: float) -> None:
         num_nodes=int(env["GROUP_WORLD_SIZE"]),
     )
     # A script has its agent's process for the store, or will have one once it imports torch.
-    is_served = session.kind is ProcessKind.SCRIPT and patches.is_on(patches.store_of_job.__name__)
+    is_script = session.kind is ProcessKind.SCRIPT
+    is_served = session.store or (is_script and patches.is_on(patches.store_of_job.__name__))
     if (
         world.rank == 0
         and world.world_size > 1

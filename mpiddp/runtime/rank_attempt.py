@@ -320,6 +320,8 @@ class RankAttempt:
                 channel.send("terminal", **manners._asdict())
         # Before `hear`, because a script writes its last message before it ends.
         reap(self.helpers)
+        if self.store.has_failed:
+            child.say("torch's store has ended, so no process group can form any more.")
         child.hear()
         while child.news:
             self._on_message(child.news.pop(0))
@@ -361,7 +363,8 @@ class RankAttempt:
                 ranks.send("claim", key=CLAIM, like=facts["like"])
             case "store":
                 with errors.aid("torch's store", child.say):
-                    self.store.serve(self.rank.python[0], facts["folders"])
+                    python = self.rank.python[0]
+                    self.store.serve(python, facts["folders"], is_known=facts["is_known"])
             case "imported" if self.holds and (self.spare or facts["ahead"]["module"] == "torch"):
                 # Without a spare, a restart takes longer.
                 with errors.aid("hot spare", child.say):

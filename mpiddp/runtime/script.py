@@ -111,6 +111,8 @@ def _begin(session: Session, control: socket.socket) -> None:
         from mpiddp.runtime.rendezvous.store import StoreOfJob
 
         if patches.is_on(patches.store_of_job.__name__):
+            torch = sys.modules["torch"]
+            _tell_store(session, [str(Path(folder).parent) for folder in torch.__path__])
             place = env["MASTER_ADDR"], int(env["MASTER_PORT"])
             session.store = StoreOfJob(place, store_port, int(env["WORLD_SIZE"]))
         patches.apply(patches.ONCE_TORCH_IS_THERE, session)
@@ -125,7 +127,6 @@ def _begin(session: Session, control: socket.socket) -> None:
     at_torch.append(torch_is_there)
     at_dynamo.append(dynamo_is_there)
     if "torch" in sys.modules:
-        _tell_store(session)
         torch_is_there((os.environ, sys.path))
 
 
@@ -143,11 +144,14 @@ def _importing_torch(session: Session, afterwards: Iterable[_Imported]) -> Itera
         yield
 
 
-def _tell_store(session: Session) -> None:
-    """Let rank 0's agent start the process of torch's stores, while this process imports torch."""
+def _tell_store(session: Session, of_torch: Sequence[str] = ()) -> None:
+    """Let rank 0's agent start the process of torch's stores, while this process imports torch.
+
+    `of_torch` are the folders that have it, once that is known.
+    """
     if session.rank == 0 and patches.is_on(patches.store_of_job.__name__):
         folders = [folder for folder in sys.path if folder and isinstance(folder, str)]
-        session.tell_agent("store", folders=folders)
+        session.tell_agent("store", folders=[*of_torch, *folders], is_known=bool(of_torch))
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class StoreServer:
 
     def __init__(self, helpers: Helpers) -> None:
         self._helpers, self._order = helpers, b""
+        self._serves = self._is_known = False  # whether a script needs it, and has found its torch
         self._sockets: Sockets | None = None
         self._orders: socket.socket | None = None  # what the process reads
         self._pid = 0
@@ -53,10 +54,15 @@ class StoreServer:
             place = {"host_name": address, "port": port, "world_size": world_size}
             self._order = json.dumps(place).encode()
 
-    def serve(self, python: str, folders: Sequence[str]) -> None:
-        """Serve the store of this attempt from now on. The folders lead to the torch of the script."""
+    def serve(self, python: str, folders: Sequence[str], *, is_known: bool) -> None:
+        """Serve the store of this attempt from now on. The folders lead to the torch of the script.
+
+        The script asks for it before and after its import of torch, and then knows torch's own folder. If a process
+        has not found torch before, another one starts.
+        """
         listener = self._sockets and self._sockets.store
-        if listener is None or not self._order:
+        self._is_known |= is_known
+        if listener is None or not self._order or (self._serves and self.runs):
             return
         if not self.runs:
             self._orders, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -71,10 +77,20 @@ class StoreServer:
         if self._orders is not None:
             with suppress(OSError):  # it has ended
                 socket.send_fds(self._orders, [self._order], [listener.fileno()])
-        self._order = b""
+        self._serves, self._is_known = True, is_known
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process has ended while a script needs it. Then its clients no longer wait for it."""
+        failed = self._serves and self._is_known and not self.runs
+        if failed and self._sockets is not None and self._sockets.store is not None:
+            self._sockets.store.close()
+            self._serves, self._order = False, b""
+        return failed
 
     def release(self) -> None:
         """End the store, and give up the ports."""
+        self._serves, self._is_known, self._order = False, False, b""
         if self._sockets is not None:
             self._sockets.close()
         if self._orders is not None:

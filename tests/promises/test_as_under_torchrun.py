@@ -831,3 +831,36 @@ def test_modules_of_the_user_s_folder(here):
     fails = here.script("import linecache\nraise ValueError('its own')")
     done = here.run("launch", *here.where(2), fails, cwd=here.folder).assert_code(1)
     assert "ValueError: its own" in done.stderr
+
+
+ENDS_THE_STORE = """\
+import os, signal, time
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    for each in Path("/proc").glob("[0-9]*"):
+        status = (each / "status").read_text() if (each / "status").exists() else ""
+        if "Name:\\tmpiddp-store\\n" in status and f"PPid:\\t{os.getppid()}\\n" in status:
+            os.kill(int(each.name), signal.SIGKILL)
+            while each.exists():
+                time.sleep(0.01)
+dist.barrier()
+print("trained", flush=True)
+"""
+
+
+def test_a_store_that_is_killed(here):
+    """If the process of torch's store is killed, the group goes on, and a line says that no other one can form."""
+    done = here.run("launch", *here.where(2), here.script(ENDS_THE_STORE)).assert_ok()
+    assert done.lines == ["trained"] * 2
+    (said,) = done.said
+    assert said.endswith("torch's store has ended, so no process group can form any more.")
+
+
+def test_an_error_of_a_script_with_a_path_of_its_own(here):
+    """Whatever a script puts on sys.path, its own error is shown."""
+    text = "import sys\nfrom pathlib import Path\nsys.path.insert(0, Path('lib'))\nimport absent_module"
+    done = here.run("launch", *here.where(1), here.script(text)).assert_code(1)
+    assert "ModuleNotFoundError: No module named 'absent_module'" in done.stderr

@@ -242,7 +242,7 @@ class Coordinator:
         )
 
     def claim_first_failure(self, like: str = "") -> tuple[bool, str]:
-        """Whether this rank is the first to fail, and the `like` of the rank that was (`Session.claim`).
+        """Whether this rank is the first to fail, and the `like` of the rank that was (`leaving.End`).
 
         If the server has ended, only rank 0 counts as the first. Call it as soon as an error is caught: the
         unwinding breaks connections, and then the others fail too.

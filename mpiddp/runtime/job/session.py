@@ -196,7 +196,7 @@ def out_of_the_way(connection: socket.socket, below_limit: int = 64) -> socket.s
 def _forget() -> None:
     global _current
     before, _current = _current, Session(_kind(_current.env))
-    _current.env = before.env
+    _current.env, _current.store = before.env, before.store
     before.control = None  # the script may hold the session
     before.coordinator.forget()
 

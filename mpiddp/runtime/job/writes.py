@@ -78,10 +78,10 @@ class Writes:
     def let_signal_pass(self) -> None:
         """The agent may have just seen that no write is in flight. Its signal comes before this write."""
         page, running, deadline = self.page, self.running, monotonic() + _PASSES_S
-        place = _RECORDS[3 - self.last]
         while page[_SIGNAL_WAITS] and len(running) == 1 and monotonic() < deadline:
             with self.lock:
-                _STATE.pack_into(page, place, _NONE if len(running) == 1 else _IN_FLIGHT)
+                state = _NONE if len(running) == 1 else _IN_FLIGHT
+                _STATE.pack_into(page, _RECORDS[3 - self.last], state)
             time.sleep(_POLL_S)
         with self.lock:
             _STATE.pack_into(page, _RECORDS[3 - self.last], _IN_FLIGHT)

@@ -56,13 +56,13 @@ def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
 
 def connect_to_store(world: World, timeout_s: float) -> Store:
     """The store that rank 0, or torchrun's agent, serves."""
-    address, port = str(world.master_addr), world.master_port or 0
+    address, port, of_job = str(world.master_addr), world.master_port or 0, current().store
     try:
         return _open(address, port, world.world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError:
         raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach torch's store of rank 0 at "
-            f"{address} port {port} in {timeout_s:g} s.",
+            f"{address} port {of_job.port if of_job else port} in {timeout_s:g} s.",
             fix="check that rank 0 is running, that no firewall blocks the port, and that no other program has it",
         ) from None
 

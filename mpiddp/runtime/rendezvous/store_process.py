@@ -2,7 +2,7 @@
 
     python -S -s -c "…; main()" *FOLDERS     (stdin: a socket with the agent's orders)
 
-`mpiddp.runtime.store_server` starts it. An order is the place of the store of an attempt, with its listener. An empty one ends the store. The process loads
+`mpiddp.runtime.store_server` starts it. An order is the place of the store of an attempt, with its listener. One without a listener ends the store. The process loads
 torch's C++ module alone, which takes a fifth of the time and the memory of `import torch`: the Python modules that
 the C++ module asks for are empty here. If a torch does not work so, all of it is imported.
 """
