@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
+from mpiddp.stdlib import own
 from mpiddp.text import FIX, escaped, with_fix
 
 DONE = 0  # every rank ended with exit code 0
@@ -113,8 +114,6 @@ def missing_package(error: BaseException, user: str) -> str:
 
 def _modules_of(error: BaseException) -> list[str]:
     """The modules through which the error came, that of its origin last."""
-    from mpiddp.stdlib import own
-
     walk = own("traceback").walk_tb  # takes 5 ms
     return [str(frame.f_globals.get("__name__")) for frame, _ in walk(error.__traceback__)]
 
@@ -146,8 +145,6 @@ def _source() -> str:
 
 def fault(error: BaseException) -> str:
     """An error of mpiddp itself, for one line: "ZeroDivisionError: division by zero (pace.py:49)"."""
-    from mpiddp.stdlib import own
-
     extract_tb = own("traceback").extract_tb  # takes 5 ms
     what = f"{type(error).__name__}: {error}".rstrip(": ")
     (*_, last) = [*extract_tb(error.__traceback__)] or [None]

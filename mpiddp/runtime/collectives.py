@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpiddp.protocol.channel import TEXT_LIMIT
+from mpiddp.stdlib import own
 
 # In a message, which 1,024 ranks may send every ten seconds: calls of all groups together, and groups.
 _MOST_CALLS, _MOST_GROUPS = 128, 32
@@ -54,8 +55,6 @@ def _longest(peers: Mapping[int, tuple[str, object, int]]) -> dict[str, Any] | N
     since_us, thread, name, peer = min(waits, default=(0, 0, "", None), key=lambda wait: wait[0])
     if not thread or time.time_ns() // 1000 - since_us < _LONG_US:
         return None
-    from mpiddp.stdlib import own
-
     traceback = own("traceback")
     frame = sys._current_frames().get(thread)
     stack = "".join(traceback.format_stack(frame))[-TEXT_LIMIT:]
@@ -166,8 +165,6 @@ def _may_ask_events(torch: Any) -> bool:
 
 def stacks() -> str:
     """The Python stacks of all threads of this process except this one, the main thread's first."""
-    from mpiddp.stdlib import own
-
     traceback = own("traceback")  # takes 5 ms
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = {

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -382,8 +383,9 @@ def test_a_job_is_watched_and_stopped(here):
     def steps() -> list[str]:
         table = [line.split() for line in view("top", pid, "--once")[-2:]]
         assert [row[0] for row in table] == ["0", "1"]
-        assert {row[2] for row in table} <= {"running", "quiet"}
-        return [row[3] for row in table]
+        assert all((Path("/proc") / row[2]).exists() for row in table)  # the scripts of the ranks
+        assert {row[3] for row in table} <= {"running", "quiet"}
+        return [row[4] for row in table]
 
     eventually(lambda: all(step.isdigit() and int(step) > 100 for step in steps()), poll_s=0.3)
     for viewer in viewers:

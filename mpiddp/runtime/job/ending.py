@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.protocol.channel import LINE_LIMIT, STOP_SIGNALS, TEXT_LIMIT
+from mpiddp.stdlib import own
 from mpiddp.text import signal_name
 
 _SOURCES = ("third_party/gloo/", "originated at tensorpipe/")
@@ -114,8 +115,6 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
         return Ending(BAD_INPUT, str(error))
     if lacking := errors.missing_package(error, "a rank"):
         return Ending(BAD_INPUT, lacking)
-    from mpiddp.stdlib import own
-
     traceback = own("traceback")  # takes 5 ms, and few ranks need it
     sentence = type(error).__name__
     with contextlib.suppress(Exception):  # the __str__ of the error may fail

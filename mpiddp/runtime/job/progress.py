@@ -13,6 +13,7 @@ from typing import Any
 
 from mpiddp.protocol.channel import LARGEST_WHOLE
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.stdlib import own
 
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 # What a script says of its training: values, and the bytes of each, with its name, in the message.
@@ -55,8 +56,6 @@ class Progress:
 
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""
-        from mpiddp.stdlib import own
-
         numbers = own("numbers")  # few scripts need it
         for name, value in values.items():
             if type(value) not in (bool, int) and isinstance(value, numbers.Real):  # numpy's
