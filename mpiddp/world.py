@@ -237,9 +237,8 @@ def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
             return parse_whole(env["SLURM_STEP_ID"], high=2**32) <= 2**32 - 16
     if launcher.name == "torchrun" and is_joined(env):
         return False
-    if launcher.name == "openmpi" and is_joined(
-        env
-    ):  # --mpi-variables set all of `proof`, and no mpirun
+    # --mpi-variables sets all of `proof`, and there is no mpirun.
+    if launcher.name == "openmpi" and is_joined(env):
         return "OMPI_COMM_WORLD_NODE_RANK" in env
     return any(name in env for name in launcher.proof)
 

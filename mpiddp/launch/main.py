@@ -117,7 +117,7 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
     resume_args, resume = announced.resume_args, None
     can_resume = outcome.code in (FAILED, INTERRUPTED) and (resume_args or announced.checkpoint)
     if outcome.code == STOPPED or can_resume:
-        from mpiddp.launch.run.resume import added
+        from mpiddp.launch.run.restart_args import added
 
         resume = shlex.join(added(report.command, resume_args))
     if resume and outcome.code != FAILED:

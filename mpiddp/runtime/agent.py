@@ -33,11 +33,10 @@ _SOCKETS_PER_RANK = 3  # to torch's store: for `process_group`, a script's own g
 def main(argv: list[str]) -> int:
     """Run `mpiddp run ARGV`: be a rank of a job, and return the exit code of its program."""
     program = parse(argv)
-    if is_joined(os.environ) and is_started_by_an_mpi(
-        os.environ
-    ):  # a rank's program has started it
+    # A rank's program has started it: by an mpirun of its own, or it is the program's own process.
+    if is_joined(os.environ) and is_started_by_an_mpi(os.environ):
         enter_inner_job(os.environ)
-    elif is_joined(os.environ):  # a rank's command, or a process that it has started
+    elif is_joined(os.environ):
         python = {SCRIPT: python_by_hand(), MODULE: [*python_by_hand(), "-m"]}
         argv = [*python.get(program.kind, []), program.name, *program.args]
         program.check()

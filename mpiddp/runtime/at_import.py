@@ -46,7 +46,7 @@ class AtImport:
         finally:
             self.names = names
         if spec is not None and spec.loader is not None:
-            kind = _Surrounded if hasattr(spec.loader, "exec_module") else _SurroundedOfOld
+            kind = _SurroundedNew if hasattr(spec.loader, "exec_module") else _SurroundedOld
             spec.loader = kind(spec.loader, self._around, self._has_run)
         return spec
 
@@ -55,7 +55,7 @@ class AtImport:
 
 
 class _Surrounded:
-    """Loads the module as its own loader does, which may be anybody's object, and gives it back before the code runs."""
+    """What the two kinds of loaders below share. `own` is the module's own loader, which may be anybody's object."""
 
     def __init__(
         self,
@@ -67,6 +67,10 @@ class _Surrounded:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
+
+
+class _SurroundedNew(_Surrounded):
+    """Loads the module as its own loader does, and gives that back before the code runs."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         self._stack.enter_context(self._around())
@@ -86,21 +90,8 @@ class _Surrounded:
         self._has_run()
 
 
-class _SurroundedOfOld:
+class _SurroundedOld(_Surrounded):
     """The same for a loader that has `load_module` alone, which Python 3.10 and 3.11 take."""
-
-    def __init__(
-        self,
-        own: Any,
-        around: Callable[[], AbstractContextManager[None]],
-        has_run: Callable[[], None],
-    ) -> None:
-        self._own, self._around, self._has_run = own, around, has_run
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("exec_module", "create_module"):
-            raise AttributeError(name)
-        return getattr(self._own, name)
 
     def load_module(self, name: str) -> ModuleType:
         with self._around():

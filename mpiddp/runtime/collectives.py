@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpiddp.protocol.channel import TEXT_LIMIT
-from mpiddp.stdlib import own
+from mpiddp.runtime.stdlib import own
 
 # In a message, which 1,024 ranks may send every ten seconds: calls of all groups together, and groups.
 _MOST_CALLS, _MOST_GROUPS = 128, 32

@@ -45,11 +45,11 @@ class StoreServer:
     def take(self, sockets: Sockets, world_size: int, *, is_needed: bool) -> None:
         """Keep the sockets of an attempt. They are empty on all ranks but 0, and where torchrun serves the store."""
         self._sockets = sockets
-        if (
-            sockets.store is not None and not is_needed
-        ):  # the script in a command serves a store itself
+        if sockets.store is None:
+            return
+        if not is_needed:  # the script in a command serves a store itself
             sockets.store.close()
-        elif sockets.store is not None:
+        else:
             address, port, *_ = sockets.store.getsockname()
             place = {"host_name": address, "port": port, "world_size": world_size}
             self._order = json.dumps(place).encode()

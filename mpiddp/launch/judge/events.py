@@ -320,9 +320,8 @@ class Outcome(NamedTuple):
     gpus: Sequence[Mapping[str, Any]] = ()  # the use of each rank's GPU, where it is known
     num_failed_saves: int = 0
     written: str = ""  # the file that the script has written last, and when
-    is_by_person: bool = (
-        False  # a person has requested the stop: Ctrl-C, `mpiddp stop`, --stop-after
-    )
+    # Whether a person has requested the stop: Ctrl-C, `mpiddp stop`, --stop-after.
+    is_by_person: bool = False
 
     @property
     def new_checkpoint(self) -> str:

@@ -59,9 +59,8 @@ def verdict(record: Record) -> Outcome:
     if sentence and judged.code != DONE:
         sentence += _files(record)
     outcome = judged._replace(
-        sentence=escaped(
-            f"{sentence}{newline}{rest}", keep="\n"
-        ),  # it quotes what a rank has printed
+        # It quotes what a rank has printed.
+        sentence=escaped(f"{sentence}{newline}{rest}", keep="\n"),
         stop=record.stop,
         announcement=record.announcement,
         made_steps=record.made_steps,

@@ -31,7 +31,7 @@ from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.outcome_file import Report, outcome_of, print_outcome
 from mpiddp.launch.run.requeue import is_preempted
-from mpiddp.launch.run.resume import (
+from mpiddp.launch.run.restart_args import (
     added,
     anew_sentence,
     is_known,

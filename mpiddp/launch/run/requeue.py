@@ -44,9 +44,8 @@ def job_of(env: Mapping[str, str]) -> SlurmJob | None:
     if not env.get("SLURM_JOB_ID"):
         return None
     name = env["SLURM_JOB_ID"]
-    if array := env.get(
-        "SLURM_ARRAY_JOB_ID"
-    ):  # the number of a task may be that of the whole array
+    # The number of a task may be that of the whole array.
+    if array := env.get("SLURM_ARRAY_JOB_ID"):
         name = f"{array}_{env.get('SLURM_ARRAY_TASK_ID', '')}"
     text = _scontrol(env, "--oneliner", "show", "job", name)
     facts = dict(re.findall(r"\b(JobState|BatchFlag|Requeue|StartTime|PreemptTime)=(\S+)", text))
@@ -143,9 +142,8 @@ def requeue(env: Mapping[str, str], outcome: Outcome) -> None:
         runs = f"its last {_MOST_UNSAVED} runs have written no new checkpoint"
         log.error(f"Slurm job {job.name} is not requeued, because {runs}.")
         return
-    with suppress(
-        OSError
-    ):  # without a home folder, the job is requeued twice at most without a checkpoint
+    # Without a home folder, the job is requeued twice at most without a checkpoint.
+    with suppress(OSError):
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(note, json.dumps(saved._asdict()).encode())
     log.info(f"Slurm job {job.name} is requeued, and runs its batch script again.")

@@ -35,7 +35,7 @@ from mpiddp.launch.judge.stragglers import CHRONIC, straggler_sentence, window
 from mpiddp.launch.plan.job_plan import search_once
 from mpiddp.launch.run.attempt import LOOK_S, Attempt, Watcher
 from mpiddp.launch.run.output import OUTPUT_S
-from mpiddp.launch.run.resume import anew_sentence, is_known
+from mpiddp.launch.run.restart_args import anew_sentence, is_known
 from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.group import Peer
 from mpiddp.protocol.server import Event
@@ -46,10 +46,8 @@ from mpiddp.text import with_fix
 START_TIMEOUT_S = 120.0  # for the first rank to start, and then to join: disk caches may be cold
 _PER_RANK = 4  # processes and threads of an agent, its MPI, and its script
 PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hosts still answer
-UNTOLD_STEPS, UNTOLD_S = (
-    100,
-    60.0,
-)  # the steps, or their time, in which a script tells how it resumes
+# The steps, or their time, in which a script tells how it resumes.
+UNTOLD_STEPS, UNTOLD_S = 100, 60.0
 _LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.protocol.channel import LINE_LIMIT, STOP_SIGNALS, TEXT_LIMIT
-from mpiddp.stdlib import own
+from mpiddp.runtime.stdlib import own
 from mpiddp.text import signal_name
 
 _SOURCES = ("third_party/gloo/", "originated at tensorpipe/")

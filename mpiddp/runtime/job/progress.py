@@ -13,7 +13,7 @@ from typing import Any
 
 from mpiddp.protocol.channel import LARGEST_WHOLE
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.stdlib import own
+from mpiddp.runtime.stdlib import own
 
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 # What a script says of its training: values, and the bytes of each, with its name, in the message.
